@@ -181,8 +181,8 @@ class Compare(Beside):
         if len(ours) < len(own):
             raise SystemExit("--hasten: two have one name; tell them apart: int4-g32=FOLDER int4-g128=FOLDER")
         peers = [
-            *_programs("llama.cpp", "run_llama_cpp.py", self.llama_cpp),
-            *_programs("ik_llama.cpp", "run_ik_llama_cpp.py", self.ik_llama_cpp),
+            *_programs("llama.cpp", BUILT["llama.cpp"], self.llama_cpp),
+            *_programs("ik_llama.cpp", BUILT["ik_llama.cpp"], self.ik_llama_cpp),
             *_programs("OpenVINO", "run_openvino.py", self.openvino),
             *_programs("vLLM", "run_vllm.py", self.vllm),
             *_programs("transformers", "run_transformers.py", self.transformers),
@@ -367,7 +367,7 @@ class RealFiles(Beside):
     mix several formats.
 
     - llama.cpp is the `xllamacpp` wheel and ik_llama.cpp the `ik-llama-cpp-python` wheel, which repacks at load. pip
-      puts them into a temporary folder. Both are AVX2 builds, so hasten is held to AVX2 too.
+      puts them into a temporary folder. Both are AVX2 builds, so hasten is held to AVX2 beside them.
     - `uniform` compares each file with the same model in Q8_0 and in Q4_0 (the head in Q8_0), written and run by
       hasten: what a token takes should follow from the bytes that it reads, whatever formats a file mixes. The line
       through both uniform files gives the predicted seconds.
@@ -385,6 +385,8 @@ class RealFiles(Beside):
     rounds: int = 5
 
     def measure(self) -> Report:
+        if self.beside == "uniform" and self.peer_python:
+            raise SystemExit("--peer-python has no effect with --beside uniform; leave it out")
         with tempfile.TemporaryDirectory(prefix="hasten-real-files-") as place:
             report = self.compared(self._pairs(Path(place)), SHORT if self.short else LONG)
         if self.beside == "uniform":

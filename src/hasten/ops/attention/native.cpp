@@ -108,13 +108,13 @@ void AttentionPhases::whole_piece(const Piece& p, const Piece& follower, Prefetc
   finish(p, whole);
 }
 
-// Whether a piece of `lines` lines takes keys and values as they lie.
+// Whether a piece of `lines` lines takes keys and values as they lie. They are then multiplied together, from the first on.
 bool AttentionPhases::takes_rows(int64_t lines) const {
   return lines <= FEW_LINES && held != RowFormat::int4 && kv.head_dim == padded;
 }
 
 Queries AttentionPhases::gather(const Piece& p) const {
-  const Queries queries{scratch<Operand, 10>(most * padded), scratch<uint32_t, 28>(padded / 2 * LANES), scratch<int64_t, 11>(most),
+  Queries queries{scratch<Operand, 10>(most * padded), nullptr, scratch<int64_t, 11>(most),
                         pattern ? scratch<const bool*, 20>(most) : nullptr};
   const int64_t d = kv.head_dim;
   Operand* lines = queries.values;
@@ -140,6 +140,7 @@ Queries AttentionPhases::gather(const Piece& p) const {
 #if defined(__AMX_TILE__)
   if (const int64_t count = p.tokens * group; takes_rows(count)) {
     alignas(64) static const uint32_t zeros[LARGEST_ROW / 2] = {};
+    queries.pairs = scratch<uint32_t, 28>(padded / 2 * LANES);
     for (int64_t d = 0; d < padded / 2; d += LANES) {
       const uint32_t* rows[LANES];
       for (int i = 0; i < LANES; i++)

@@ -69,23 +69,21 @@ struct Attended {
 // sums[line][64] (+)= panel · x for lines of x, `size` values long; of the panel's 64 rows only 32 with HALF. Between its
 // parts it asks for the next tile.
 #if defined(__AMX_TILE__)
-using Multiplier = AmxTiles;
 inline int64_t parts_of(int64_t lines, int64_t padded) { return (lines + TOGETHER - 1) / TOGETHER * (1 + padded / PANEL); }
 template <bool HALF>
-inline void multiply(Multiplier& tiles, const uint16_t* panel, const uint16_t* x, int64_t stride, int64_t size,
+inline void multiply(AmxTiles& tiles, const uint16_t* panel, const uint16_t* x, int64_t stride, int64_t size,
                      float* sums, int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
   prefetcher.ask();
   amx_product<Dot::bf16, false>(tiles, panel, x, stride * 2, lines, size * 2 / AMX_BYTES, sums, fresh, HALF);
 }
 #else
-struct Multiplier {};
 // Calls of tile_bf16 for a tile of keys and its values, by a number of lines.
 inline int64_t parts_of(int64_t lines, int64_t padded) {
   const int64_t turns = (lines + TOGETHER - 1) / TOGETHER, rows = (lines + turns - 1) / turns;
   return turns * VECTORS / std::min<int64_t>(VECTORS, BF16_TILE.span(int(rows))) * (1 + padded / PANEL);
 }
 template <bool HALF>
-inline void multiply(Multiplier&, const uint16_t* panel, const Operand* x, int64_t stride, int64_t size, float* sums,
+inline void multiply(AmxTiles&, const uint16_t* panel, const Operand* x, int64_t stride, int64_t size, float* sums,
                      int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
   constexpr int vectors = HALF ? VECTORS / 2 : VECTORS;
   with_count<TOGETHER>(lines, [&](auto rows) {
@@ -100,7 +98,8 @@ inline void multiply(Multiplier&, const uint16_t* panel, const Operand* x, int64
 
 // Few lines take keys and values as they lie, a piece at a time of a size that stays in the first-level cache: a whole tile
 // would be written to the second-level cache and read again. The sums are those of a packed tile, bit by bit.
-// (Not with AVX2, where sums of a piece go to memory more often: tried, 6% slower.)
+// With AMX int8 keys are widened first, and rows at uneven distances copied. (Not with AVX2, where sums of a piece go to memory
+// more often: tried, 6% slower.)
 #if defined(__AMX_TILE__)
 constexpr int64_t FEW_LINES = AMX_ROWS;
 constexpr int64_t PIECE = TILE_KEYS;  // keys whose values are paired at a time
@@ -121,7 +120,7 @@ inline void multiply_keys(AmxTiles& tiles, const Tile& tile, const Attended& wha
     const uint8_t* from = keys[0];
     int64_t stride = keys[1] - keys[0];
     bool even = !INT8;
-    for (int i = 2; i < LANES; i++) even &= keys[i] == from + i * stride;
+    for (int i = 2; even && i < LANES; i++) even = keys[i] == from + i * stride;
     if (!even) {
       for (int i = 0; i < LANES; i++) {
         if constexpr (INT8)
@@ -157,7 +156,7 @@ inline int64_t parts_of_rows(int64_t head_dim, bool int8) {
   return head_dim / (int8 ? 64 : 32) * VECTORS + head_dim / PANEL * (TILE_KEYS / PIECE) * VECTORS;
 }
 template <bool INT8, bool HALF>
-inline void multiply_keys(Multiplier&, const Tile& tile, const Attended& what, int64_t head_dim, float* scores,
+inline void multiply_keys(AmxTiles&, const Tile& tile, const Attended& what, int64_t head_dim, float* scores,
                           int64_t lines, TilePrefetcher& prefetcher) {
   constexpr int vectors = HALF ? VECTORS / 2 : VECTORS;
   constexpr int64_t width = INT8 ? 1 : 2, values = 64 / width;
@@ -175,7 +174,7 @@ inline void multiply_keys(Multiplier&, const Tile& tile, const Attended& what, i
     });
   }
 }
-inline void multiply_pairs(Multiplier&, const uint16_t* pairs, const Operand* weights, int64_t keys, float* sums,
+inline void multiply_pairs(AmxTiles&, const uint16_t* pairs, const Operand* weights, int64_t keys, float* sums,
                            int64_t lines, bool fresh) {
   with_count<TOGETHER>(lines, [&](auto count) { tile_bf16<count, VECTORS>(pairs, weights, PANEL, keys / 2, sums, fresh); });
 }
@@ -185,27 +184,26 @@ inline int64_t parts_of_rows(int64_t, bool) { return 1; }
 #endif
 
 #if HASTEN_512
-// sums[line][64] (+)= weights · 64 values, from `at` on, of a tile's first `keys`.
-template <bool INT8>
-inline void multiply_rows(Multiplier& multiplier, const Tile& tile, int64_t at, const Operand* weights, int64_t keys,
-                          float* sums, int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
-  constexpr int64_t width = INT8 ? 1 : 2;
+// sums[line][64] (+)= weights · 64 values, from `at` on, of a tile's first KEYS.
+template <bool INT8, int64_t KEYS>
+inline void multiply_rows(AmxTiles& tiles, const Tile& tile, int64_t at, const Operand* weights, float* sums, int64_t lines,
+                          bool fresh, TilePrefetcher& prefetcher) {
+  constexpr int64_t width = INT8 ? 1 : 2, some = std::min(PIECE, KEYS);
   alignas(64) uint16_t pairs[PIECE * PANEL];
-  for (int64_t j = 0; j < keys; j += PIECE) {
-    const int64_t some = std::min(PIECE, keys - j);
+  for (int64_t j = 0; j < KEYS; j += some) {
     for (int64_t i = 0; i < some; i += 2) {
       if (i % (PIECE / VECTORS) == 0) prefetcher.ask();
       const uint8_t *a = tile.v_rows[j + i] + width * at, *b = tile.v_rows[j + i + 1] + width * at;
       INT8 ? interleave_int8(a, b, pairs + i * PANEL) : interleave(a, b, pairs + i * PANEL);
     }
-    multiply_pairs(multiplier, pairs, weights + j, some, sums, lines, fresh && j == 0);
+    multiply_pairs(tiles, pairs, weights + j, some, sums, lines, fresh && j == 0);
   }
 }
 #endif
 
 // scores[line][64] = q · k of a tile's keys, of the first 32 with HALF.
 template <bool INT8, bool HALF>
-inline void score(Multiplier& tiles, const Tile& tile, const Attended& what, int64_t line, int64_t size, float* scores,
+inline void score(AmxTiles& tiles, const Tile& tile, const Attended& what, int64_t line, int64_t size, float* scores,
                   int64_t lines, TilePrefetcher& prefetcher) {
 #if HASTEN_512
   if (tile.k_rows) return multiply_keys<INT8, HALF>(tiles, tile, what, size, scores, lines, prefetcher);
@@ -213,13 +211,11 @@ inline void score(Multiplier& tiles, const Tile& tile, const Attended& what, int
   multiply<HALF>(tiles, tile.k, what.q + line * size, size, size, scores, lines, true, prefetcher);
 }
 #if HASTEN_512
-template <bool INT8>
-inline void multiply_values(Multiplier& tiles, const Tile& tile, int64_t panel, const Operand* weights,
-                            int64_t keys, float* sums, int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
-#if HASTEN_512
-  if (tile.k_rows) return multiply_rows<INT8>(tiles, tile, panel * PANEL, weights, keys, sums, lines, fresh, prefetcher);
-#endif
-  multiply<false>(tiles, tile.v + panel * TILE_KEYS * PANEL, weights, PANEL, keys, sums, lines, fresh, prefetcher);
+template <bool INT8, int64_t KEYS>
+inline void multiply_values(AmxTiles& tiles, const Tile& tile, int64_t panel, const Operand* weights, float* sums,
+                            int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
+  if (tile.k_rows) return multiply_rows<INT8, KEYS>(tiles, tile, panel * PANEL, weights, sums, lines, fresh, prefetcher);
+  multiply<false>(tiles, tile.v + panel * TILE_KEYS * PANEL, weights, PANEL, KEYS, sums, lines, fresh, prefetcher);
 }
 inline const float* in_order(const float* panel, float*) { return panel; }
 #else
@@ -237,14 +233,14 @@ void tile_rows(const uint8_t* const* rows, int64_t at, const Operand* x, int64_t
          EACH(m, M, accumulate(acc[m][v], values, splat(from_operand(x[m * PANEL + j])))));
   EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
-template <bool INT8>
-inline void multiply_values(Multiplier&, const Tile& tile, int64_t panel, const Operand* weights, int64_t keys,
-                            float* sums, int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
+template <bool INT8, int64_t KEYS>
+inline void multiply_values(AmxTiles&, const Tile& tile, int64_t panel, const Operand* weights, float* sums, int64_t lines,
+                            bool fresh, TilePrefetcher& prefetcher) {
   with_count<TOGETHER>(lines, [&](auto rows) {
     constexpr int span = BF16_TILE.span(rows);
     for (int64_t first = 0; first < VECTORS; first += span) {
       prefetcher.ask();
-      tile_rows<rows, span>(tile.v_rows, (panel * PANEL + first * LANES) * 2, weights, keys, sums + first * LANES, fresh);
+      tile_rows<rows, span>(tile.v_rows, (panel * PANEL + first * LANES) * 2, weights, KEYS, sums + first * LANES, fresh);
     }
   });
 }
@@ -282,7 +278,7 @@ alignas(64) constexpr int32_t LANE_BITS[LANES] = {1, 2, 4, 8, 16, 32, 64, 128, 2
 // Up to TOGETHER lines from `line` on with the keys of tile `which`, or (HALF) with its first 32, where their queries see no
 // more: the same bits, as hidden keys add zeros. PLAIN: no soft cap, and no key is hidden.
 template <bool INT8, bool HALF, bool PLAIN>
-void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lines, int64_t line, int64_t rows,
+void attend_lines(AmxTiles& tiles, const Attended& what, const Lines& lines, int64_t line, int64_t rows,
                   int64_t which, Coming& coming) {
   constexpr int vectors = HALF ? VECTORS / 2 : VECTORS, keys = vectors * LANES;
   alignas(64) float scores[TOGETHER * PANEL];
@@ -294,7 +290,7 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
   const F32 cap = splat(how.softcap * LOG2E);
   float *tops = lines.top + line, *sums = lines.sum + line * LANES;
   const bool more = coming.any();
-  score<INT8, HALF>(multiplier, tile, what, line, lines.padded, scores, rows, coming.tile);
+  score<INT8, HALF>(tiles, tile, what, line, lines.padded, scores, rows, coming.tile);
   for (int64_t i = 0; i < rows; i++) {
     if (more && i % 4 == 0) coming.ask(std::min<int64_t>(4, rows - i));
     F32 s[vectors];
@@ -338,13 +334,13 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
     store(sums + i * LANES, total);
   }
   for (int64_t p = 0; p < lines.padded / PANEL; p++)
-    multiply_values<INT8>(multiplier, tile, p, weights, keys, lines.value(p, line), rows, what.fresh && which == 0, coming.tile);
+    multiply_values<INT8, keys>(tiles, tile, p, weights, lines.value(p, line), rows, what.fresh && which == 0, coming.tile);
 }
 
 // All tiles for some lines, then for the next.
 template <bool INT8>
 void attend_tiles(const Attended& what, const Lines& lines, Coming& coming) {
-  Multiplier multiplier;
+  AmxTiles tiles;
   // Equal numbers of lines: eight as four and four, not six and two. (AMX takes whole tiles.)
   const int64_t turns = (lines.count + TOGETHER - 1) / TOGETHER;
   const int64_t together = round_up((lines.count + turns - 1) / turns, TOGETHER > 16 ? 16 : 1);
@@ -358,7 +354,7 @@ void attend_tiles(const Attended& what, const Lines& lines, Coming& coming) {
       auto attend = plain                  ? attend_lines<INT8, false, true>
                     : most < TILE_KEYS / 2 ? attend_lines<INT8, true, false>
                                            : attend_lines<INT8, false, false>;
-      attend(multiplier, what, lines, line, rows, t, coming);
+      attend(tiles, what, lines, line, rows, t, coming);
     }
 }
 

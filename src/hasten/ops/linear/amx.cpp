@@ -1,8 +1,9 @@
 // The products with a panel by AMX.
 #include "amx.h"
-#include "unpack.h"
 
 #if defined(__AMX_TILE__)
+#include "unpack.h"
+
 namespace hasten {
 
 // Values of a panel's rows that are multiplied with all rows of x before the next: 32 KB, which stay in the first-level
@@ -21,7 +22,7 @@ void amx_sums(const void* panel, const void* x, int64_t stride, int64_t rows, in
 template void amx_sums<Dot::bf16>(const void*, const void*, int64_t, int64_t, int64_t, void*);
 template void amx_sums<Dot::s8u8>(const void*, const void*, int64_t, int64_t, int64_t, void*);
 
-// The lines of a group as signed bytes, its zero points taken away, and zeros behind them up to `end`.
+// The lines of a group as signed bytes, zero points of int4 taken away, and zeros behind them up to `end`.
 template <Format F>
 static void signed_lines(const Groups& some, int64_t group, int8_t* to, const int8_t* end) {
   typedef int8_t Bytes __attribute__((vector_size(64)));
@@ -29,17 +30,17 @@ static void signed_lines(const Groups& some, int64_t group, int8_t* to, const in
   const int64_t steps = some.size / (4 * each);
   const uint8_t* from = some.lines + group * steps * PANEL * 4;
   const int64_t ahead = some.next - some.lines + AHEAD;
-  Bytes zero[VECTORS];
-  for (int v = 0; v < VECTORS; v++)
+  [[maybe_unused]] Bytes zero[VECTORS];
+  for (int v = 0; F == Format::int4 && v < VECTORS; v++)
     zero[v] = some.zeros ? (Bytes)(load_int8(some.zeros + group * PANEL + v * LANES) * 0x01010101) : Bytes{} + int8_t(some.middle);
   for (int64_t s = 0; s < steps; s++, from += PANEL * 4, to += each * PANEL * 4)
     for (int v = 0; v < VECTORS; v++) {
       __builtin_prefetch(from + v * 64 + ahead);
-      const U32 own = load_line(from + v * 64);
+      const U32 line = load_line(from + v * 64);
       if constexpr (F == Format::int8) {
-        store_line(to + v * 64, own ^ 0x80808080u);
+        store_line(to + v * 64, line ^ 0x80808080u);
       } else {
-        const Bytes low = (Bytes)(own & 0x0f0f0f0fu) - zero[v], high = (Bytes)((own >> 4) & 0x0f0f0f0fu) - zero[v];
+        const Bytes low = (Bytes)(line & 0x0f0f0f0fu) - zero[v], high = (Bytes)((line >> 4) & 0x0f0f0f0fu) - zero[v];
         std::memcpy(to + v * 64, &low, 64);
         std::memcpy(to + PANEL * 4 + v * 64, &high, 64);
       }
@@ -50,9 +51,9 @@ static void signed_lines(const Groups& some, int64_t group, int8_t* to, const in
 constexpr int64_t AMX_VALUES = 256;  // of K that are made bytes at a time: 16 KB
 constexpr int64_t AMX_GROUPS = 4;    // whose products are scaled and added at a time
 
-// sums [rows][64] += scales · own · products, [group][16][64], group after group. Asks for `next`.
+// sums [rows][64] += scales · x_scales · products, [group][16][64], group after group. Asks for `next`.
 template <int GROUPS>
-static void add_products(const int32_t* products, const float* scales, const float* own, int64_t own_stride, int64_t rows,
+static void add_products(const int32_t* products, const float* scales, const float* x_scales, int64_t x_stride, int64_t rows,
                          float* sums, RowsAhead<false>& next) {
   for (int half = 0; half < VECTORS; half += 2) {
     F32 scale[GROUPS][2];
@@ -65,7 +66,7 @@ static void add_products(const int32_t* products, const float* scales, const flo
         F32 sum = load(out);
         for (int g = 0; g < GROUPS; g++)
           sum = multiply_add(to_float(load(products + (g * AMX_ROWS + i) * PANEL + (half + v) * LANES)),
-                             scale[g][v] * own[g * own_stride + i], sum);
+                             scale[g][v] * x_scales[g * x_stride + i], sum);
         store(out, sum);
       }
     }
@@ -90,17 +91,17 @@ void amx_groups(AmxTiles& tiles, const Groups& some, const Rows& x, int64_t from
         store(scales + g * PANEL + i, load_scale(some.scales, some.scale_type, (g0 + g) * PANEL + i));
     }
     for (int64_t m = 0; m < rows; m += AMX_ROWS) {
-      const int64_t own_rows = std::min(AMX_ROWS, rows - m);
-      const char* own = from + m * x.stride + first * some.size;
-      RowsAhead<false> next{own + AMX_ROWS * x.stride, count * some.size, x.stride, std::min(AMX_ROWS, rows - m - own_rows)};
-      tiles.shape(own_rows, depth);
+      const int64_t together = std::min(AMX_ROWS, rows - m);
+      const char* x_rows = from + m * x.stride + first * some.size;
+      RowsAhead<false> next{x_rows + AMX_ROWS * x.stride, count * some.size, x.stride, std::min(AMX_ROWS, rows - m - together)};
+      tiles.shape(together, depth);
       for (int64_t g = 0; g < count; g += AMX_GROUPS) {
         before_tile_loads();
         with_count<AMX_GROUPS>(std::min(AMX_GROUPS, count - g), [&](auto groups) {
           for (int64_t i = 0; i < groups; i++)
-            amx_few<Dot::s8s8, false>(reinterpret_cast<const char*>(bytes + (g + i) * size), own + (g + i) * some.size, x.stride,
-                                      steps, reinterpret_cast<char*>(products + i * AMX_ROWS * PANEL), true);
-          add_products<groups>(products, scales + g * PANEL, x.scales + (first + g) * x.rows + from_row + m, x.rows, own_rows,
+            amx_few<Dot::s8s8, false>(reinterpret_cast<const char*>(bytes + (g + i) * size), x_rows + (g + i) * some.size,
+                                      x.stride, steps, reinterpret_cast<char*>(products + i * AMX_ROWS * PANEL), true);
+          add_products<groups>(products, scales + g * PANEL, x.scales + (first + g) * x.rows + from_row + m, x.rows, together,
                                sums + m * PANEL, next);
         });
       }

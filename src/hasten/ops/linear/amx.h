@@ -20,7 +20,7 @@ constexpr int64_t AMX_ROWS = 16;               // of x in a tile
 constexpr int64_t AMX_LINES = 16 * PANEL * 4;  // bytes of a panel that one step takes
 
 // The shapes of the eight tiles, for products of up to 32 rows of x: tiles 0 … 3 are sums, 4 and 5 x, 6 and 7 weights. With
-// up to 16 rows tile 5 is free, and as large as weights are.
+// up to 16 rows tile 5 has the shape of the weights' tiles: attention sums the products of 16 keys in it.
 // While it lives, this thread's tiles are in use; the system saves less for a thread that has given them back.
 class AmxTiles {
  public:
@@ -41,8 +41,9 @@ class AmxTiles {
     const uint8_t upper = uint8_t(std::min(rows, AMX_ROWS)), lower = uint8_t(std::max<int64_t>(1, rows - AMX_ROWS));
     const bool one = rows <= AMX_ROWS;
     for (int t = 0; t < 8; t++) {
-      config.bytes[t] = uint16_t(t == 4 || t == 5 ? depth : AMX_BYTES);
-      config.rows[t] = t >= 6 || (one && t == 5) ? uint8_t(depth / 4) : one || t == 0 || t == 1 || t == 4 ? upper : lower;
+      const bool x = t == 4 || (t == 5 && !one), weights = t >= 5 && !x;
+      config.bytes[t] = uint16_t(x ? depth : AMX_BYTES);
+      config.rows[t] = weights ? uint8_t(depth / 4) : one || t == 0 || t == 1 || t == 4 ? upper : lower;
     }
     asm volatile("" ::"r"(&config) : "memory");  // or g++ drops what it writes there
     _tile_loadconfig(&config);
@@ -149,8 +150,8 @@ inline void amx_product(AmxTiles& tiles, const void* w, const void* x, int64_t s
 }
 
 // Rows of planes from which AMX is quicker than AVX-512's dot products: integer sums are exact, so both give the same
-// bits. (bf16 products take it for any number of rows.) Int8 with a scale a row, int4 as it is stored, and all others, which
-// have to be made signed bytes first.
+// bits. (bf16 products take it for any number of rows.) Of int8 with one scale for each row, of int4 groups as they are stored,
+// and of all other groups.
 constexpr int64_t AMX_INT8_ROWS = 3, AMX_INT4_ROWS = 6, AMX_GROUP_ROWS = 48;
 
 // sums [rows][64] of x's rows, `bytes` long and `stride` bytes apart, with a panel; the last bytes % 64 are left out.
@@ -165,4 +166,8 @@ template <Format F>
 void amx_groups(AmxTiles& tiles, const Groups& some, const Rows& x, int64_t from_row, int64_t rows, float* sums);
 
 }  // namespace hasten
+#else
+namespace hasten {
+struct AmxTiles {};  // of products that have none
+}
 #endif

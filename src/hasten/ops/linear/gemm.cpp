@@ -335,16 +335,14 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
 }
 
 #if defined(__AMX_TILE__)
-using Tiles = AmxTiles;
 // Values of K that are made bf16 at a time: 8 KB of lines for few rows, 32 KB for many.
 inline int64_t fp8_values(int64_t rows) { return rows <= AMX_ROWS ? 64 : 256; }
 #else
-struct Tiles {};
 inline int64_t fp8_values(int64_t) { return 64; }
 #endif
 
 // sums [rows][64] (+)= lines of bf16 in the cache · x, `stride` values from row to row, over `values` of K.
-static void add_bf16(Tiles& tiles, const uint16_t* lines, const Operand* x, int64_t stride, int64_t rows, int64_t values,
+static void add_bf16(AmxTiles& tiles, const uint16_t* lines, const Operand* x, int64_t stride, int64_t rows, int64_t values,
                      float* sums, bool fresh) {
 #if defined(__AMX_TILE__)
   amx_product<Dot::bf16, false>(tiles, lines, x, stride * 2, rows, values * 2 / AMX_BYTES, sums, fresh);
@@ -362,7 +360,7 @@ static void product_fp8(const Weight& w, const Rows& x, int64_t panel, int64_t m
   uint16_t* lines = scratch<uint16_t, 16>(most * PANEL);
   float* sums = scratch<float, 17>(ROW_BLOCK * PANEL);
   const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.panel_bytes();
-  Tiles tiles;
+  AmxTiles tiles;
   for (int64_t k = 0; k < w.k;) {
     const int64_t count = std::min(most, size - k % size), group = k / size;
     unpack_fp8(base + k * PANEL, count / 4, lines);
@@ -393,12 +391,16 @@ static void few_rows(const Weight& w, const Rows& x, int64_t panel, int64_t from
 }
 
 #if defined(__AMX_TILE__)
-// Whether AMX multiplies `rows` rows of planes with groups. It has nothing for zero points of int8, and gains nothing
-// with groups of 16: its products are as fast, but as many sums have to be scaled.
+// Whether AMX multiplies `rows` plane rows with groups. Not with zero points, but of int4 as it is stored, and not with groups
+// of 16: to scale their sums takes all the time that the products save.
 static bool takes_amx(const Weight& w, int64_t rows) {
   if (w.format == Format::int4 && !made(w)) return rows >= AMX_INT4_ROWS;
-  return rows >= AMX_GROUP_ROWS && w.group >= 32 && !(w.format == Format::int8 && w.zeros);
+  return rows >= AMX_GROUP_ROWS && w.group >= 32 && !w.zeros;
 }
+#else
+constexpr bool takes_amx(const Weight&, int64_t) { return false; }
+template <Format F>
+void amx_groups(AmxTiles&, const Groups&, const Rows&, int64_t, int64_t, float*) {}
 #endif
 
 // F: of the lines that are multiplied.
@@ -409,19 +411,13 @@ static void product_groups(const Weight& w, const Rows& x, int64_t panel, int64_
   float* sums = x.planes == 1 ? out : scratch<float, 1>(ROW_BLOCK * 2 * PANEL);
   std::fill(sums, sums + plane_rows * PANEL, 0.0f);
   const int64_t values = values_of_block(shape, plane_rows, w.k, FEW_VALUES, MANY_VALUES);
-#if defined(__AMX_TILE__)
-  AmxTiles tiles;
   const bool amx = takes_amx(w, plane_rows);
-#else
-  constexpr bool amx = false;
-#endif
+  AmxTiles tiles;
   const int64_t block = made(w) ? groups_made(w) : amx ? groups : std::max<int64_t>(1, values / w.group);
   auto each = [&](int64_t g0) {
     const Groups some = groups_of<F == Format::int8>(w, panel, g0, block);
     if (some.minima) take_minima(some, x, from_row, plane_rows, sums);
-#if defined(__AMX_TILE__)
     if (amx) return amx_groups<F>(tiles, some, x, from_row, plane_rows, sums);
-#endif
     for_tiles<shape>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
       for (int64_t first = 0; first < VECTORS; first += span)
         tile_groups<F, count, span, stream>(some, first, x, from_row + m, sums + m * PANEL + first * LANES);

@@ -4,7 +4,7 @@
 // belongs to 16 rows and holds, row by row, 4 bytes of each: 2 bf16, 4 int8 or 8 int4 values. So every lane of an
 // accumulator is its own output row: no horizontal sums, and scales are loaded as vectors. A decode step streams the
 // panel once; a product with many rows multiplies the same lines with 4 to 6 rows of x held in registers' reach,
-// or with 32 in tiles (amx.h).
+// or with 16 or 32 in tiles (amx.h).
 //
 //   bf16   [N/64][K/2][64][2]
 //   f16    [N/64][K][64]        as they are converted
