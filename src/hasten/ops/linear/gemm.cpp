@@ -391,8 +391,8 @@ static void few_rows(const Weight& w, const Rows& x, int64_t panel, int64_t from
 }
 
 #if defined(__AMX_TILE__)
-// Whether AMX multiplies `rows` plane rows with groups. Not with zero points, but of int4 as it is stored, and not with groups
-// of 16: to scale their sums takes all the time that the products save.
+// Whether AMX multiplies `rows` plane rows with groups: of int4 as it is stored, and of 32 values or more without zero points.
+// (Scaling the sums of groups of 16 takes all the time that the products save.)
 static bool takes_amx(const Weight& w, int64_t rows) {
   if (w.format == Format::int4 && !made(w)) return rows >= AMX_INT4_ROWS;
   return rows >= AMX_GROUP_ROWS && w.group >= 32 && !w.zeros;
