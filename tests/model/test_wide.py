@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 import hasten
 from hasten.errors import HastenError
-from hasten.machine import find_compiler, precision
+from hasten.machine import precision
 from hasten.model.context import training_context
 from hasten.model.families import read_config
 from hasten.model.fused import fuse
@@ -16,10 +16,10 @@ from hasten.model.wide import precision_of, product_dtype
 from hasten.ops.linear import wide
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.wide import WideLinear, wide_linear
+from instruction_sets import needs_native
 from references import tiny_llama, values_of
 
 TOKENS = torch.arange(3, 15)[None]
-needs_native = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 
 
 @pytest.fixture

@@ -1,13 +1,15 @@
 """Weights that stand in fewer bits than are multiplied: float8_e4m3fn, and GGUF's formats."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import ConfigError
-from hasten.ops.linear import KERNELS, LinearRequest, PackedLinear, QuantizedWeight
-from hasten.ops.linear.weights import Q6_K, fp8_format
+from hasten.ops.linear import KERNELS, LinearRequest, PackedLinear, QuantizedWeight, wide
+from hasten.ops.linear.weights import Q6_K, fp8_format, int4_format
 from hasten.ops.picker import explain
 from instruction_sets import ISAS, NATIVE, needs_native
 from linear_cases import PACKED_FORMATS as FORMATS
@@ -62,6 +64,33 @@ def test_unpacking_is_the_inverse_of_packing(kernel, name, n, k):
         key: value.shape
         for key, value in PackedLinear(weight.shape[1], n, weight.format, kernel=kernel).state_dict().items()
     }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pytorchs_product_of_a_piece_at_a_time_errs_at_most_twice_a_plain_one(name, dtype, monkeypatch):
+    monkeypatch.setattr(wide, "PIECE", 30 * 4 * 512)  # bytes: 30 rows of float32, 60 of bfloat16
+    weight = random_weight(name, 70, 512)
+    layer = layer_of(weight, torch.randn(70), kernel="pytorch", activations="float")
+    for rows in (1, 31, 32, 40):  # float32 up to 31
+        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        y, truth = layer(x), exact(weight, x, layer.bias)
+        assert y.dtype == dtype
+        slack = 2.0**-20 if dtype == torch.float32 else 2.0**-9  # the sum with the bias is rounded too
+        assert rms(y - truth) <= 2 * plain_error(weight, x, layer) + slack * rms(truth)
+
+
+@pytest.mark.parametrize("group_size", [32, 96])
+def test_groups_that_end_with_a_row_and_those_that_do_not_give_the_same_numbers(group_size):
+    values, scales = torch.randint(0, 16, (5, 192), dtype=torch.uint8), torch.rand(5, 192 // group_size).bfloat16()
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8)
+    format = int4_format(group_size, symmetric=False)
+    whole_groups = QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros)
+    cut = QuantizedWeight(format=format, values=values[:, :190], scales=scales, zeros=zeros)
+    columns = torch.arange(192) // group_size
+    permuted = replace(whole_groups, format=replace(format, permuted=True), columns=columns)
+    assert torch.equal(cut.dequantize(), whole_groups.dequantize()[:, :190])
+    assert torch.equal(permuted.dequantize(), whole_groups.dequantize())
 
 
 @needs_native

@@ -171,6 +171,15 @@ def test_a_broken_compiler_is_one_warning_and_no_library(tmp_path):
     assert "fatal error: no" in answer.stderr
 
 
+def test_a_missing_compiler_is_one_warning_for_both_parts(tmp_path):
+    code = 'from hasten.ops.native import library; print(library(part="inference"), library(part="training"))'
+    environment = {**os.environ, "PATH": str(tmp_path), "HASTEN_CACHE": str(tmp_path), "HASTEN_ISA": "portable"}
+    environment.pop("CXX", None)
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert answer.stdout == "None None\n"
+    assert answer.stderr.count("there is no C++ compiler") == 1
+
+
 def test_instruction_sets_are_chosen_forced_and_refused(monkeypatch):
     monkeypatch.delenv("HASTEN_ISA", raising=False)
     assert choose_isa() == available_isas()[0]

@@ -142,10 +142,8 @@ def _load(isa: str, part: Part) -> NativeLibrary | None:
         missing = [name for name in meta_kernels() if not hasattr(ops, name)]
         torch.ops.load_library(str(path))
     except (ResourceError, OSError, RuntimeError) as error:
-        warnings.warn(
-            f"no native kernels ({isa}), PyTorch's slower ones are used: {error} (HASTEN_ISA=none silences this)",
-            HastenWarning,
-            stacklevel=5,
+        _warn_once(
+            f"no native kernels ({isa}), PyTorch's slower ones are used: {error} (HASTEN_ISA=none silences this)"
         )
         return None
     for name in missing:
@@ -154,6 +152,12 @@ def _load(isa: str, part: Part) -> NativeLibrary | None:
     if part == "inference":
         calls.check(ops)
     return NativeLibrary(isa=isa, path=path, ops=ops)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Warn of what both parts of the library lack."""
+    warnings.warn(text, HastenWarning, stacklevel=6)
 
 
 def _register_meta_kernel(operator: Any, kernel: Callable[..., Any]) -> None:

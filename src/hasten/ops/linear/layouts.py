@@ -7,7 +7,8 @@ number of groups in K, P = ceil(N / 64) panels; K' is K padded to 32, or to the 
   bfloat16   data bf16 (P, K'/2, 64, 2)                              data bf16 (N, K)
   float16    data f16 (P, K', 64, 1)                                 data f16 (N, K)
   int8       data uint8 (P, K'/4, 64, 4), scales, zeros (P, G, 64)   data int8 (N, K), scales, zeros (N, G)
-  int4       data uint8 (P, K'/8, 64, 4), scales, zeros (P, G, 64)   data uint8 (N, ceil(K/2)), scales, zeros (N, G)
+  int4       data uint8 (P, K'/8, 64, 4), scales, zeros (P, G, 64)   data uint8 (N, ceil(K/2)), scales, zeros (N, G);
+                                                                     the low bits hold the first half of a row
   int5       data uint8 (P, 5K'/32, 64, 4), scales, zeros as int4    data uint8 (N, K), scales, zeros (N, G)
   iq4, fp4   data int8, else as int4; scales of fp4 uint8            data int8 (N, K), scales (N, G)
   float8     data float8 (P, K'/4, 64, 4), scales f32 (P, G, 64)     data float8 (N, K), scales f32 (N, G)
@@ -275,8 +276,8 @@ def _pack_rows(weight: QuantizedWeight) -> Packed:
     if not weight.format.scales:
         return Packed(data)
     if weight.format.element == "int4":
-        values = pad(data, (0, data.shape[1] % 2))
-        data = values[:, ::2] | values[:, 1::2] << 4
+        first, second = pad(data, (0, data.shape[1] % 2)).chunk(2, dim=1)
+        data = first | second << 4
     zeros, outer = (None if part is None else part.contiguous() for part in (weight.zeros, weight.outer))
     return Packed(data, row_scales(weight).contiguous(), zeros, outer)
 
@@ -288,7 +289,7 @@ def _row_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids: 
         return QuantizedWeight.plain(packed.data)
     values = packed.data
     if format.element == "int4":
-        values = torch.stack((values & 15, values >> 4), dim=2).flatten(1)[:, : size[1]]
+        values = torch.cat((values & 15, values >> 4), dim=1)[:, : size[1]]
     return QuantizedWeight(format=format, values=values, scales=packed.scales, zeros=packed.zeros, outer=packed.outer)
 
 

@@ -11,7 +11,7 @@ from hasten.machine import emulated
 from hasten.ops import triton_support
 from hasten.ops.linear.layouts import CHUNKS, PANELS, ROWS, Layout, Operands, Packed
 from hasten.ops.linear.weights import BFLOAT16, INT8, PLAIN, QuantizedWeight, WeightFormat
-from hasten.ops.linear.wide import wide_linear
+from hasten.ops.linear.wide import in_pieces, wide_linear
 from hasten.ops.native import library, missing_library, native_ops, slower_than_pytorch
 from hasten.ops.panels import PADDING
 from hasten.ops.picker import Kernel
@@ -19,6 +19,7 @@ from hasten.ops.picker import Kernel
 TRITON_GROUPS = (32, 64, 128, 256)
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)  # of activations
 TRITON_DTYPES = (torch.bfloat16, torch.float16)
+MANY_ROWS = 32  # from which on PyTorch's product of a dequantized weight is in the activations' dtype
 LARGEST_INT8_ROW = 1 << 17  # products of more values with one scale could overflow the 32-bit sum
 
 Product = Callable[[Tensor, Operands], Tensor]  # x (…, K) -> y (…, N) in x's dtype
@@ -39,24 +40,33 @@ class LinearRequest:
 
 def reference(x: Tensor, weight: Operands) -> Tensor:
     """Dequantize W from the rows layout to float32 and multiply in float32: slow, and obviously right."""
-    bias = None if weight.bias is None else weight.bias.float()
-    return F.linear(x.float(), _dequantized(x, weight, torch.float32), bias).to(x.dtype)
+    bias, wide = None if weight.bias is None else weight.bias.float(), x.float()
+    return F.linear(wide, _floats(wide, weight), bias).to(x.dtype)
 
 
 def pytorch(x: Tensor, weight: Operands) -> Tensor:
     """PyTorch's product in x's dtype. int8 values are exact in it, so their scales multiply the outputs where a row has
     one (as gpt-fast does, which a compiler fuses); other weights are rounded to it first.
 
+    On a CPU a piece of the weight at a time becomes floats, and stays in the caches; with few rows float32, since it
+    takes longer to round the weight than to multiply it.
+
     torch._weight_int8pack_mm is not used: in torch 2.13 it crashes where K is not a multiple of 16.
     """
+    quantized, dtype = bool(weight.format.scales), x.dtype
+    piecewise = quantized and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if piecewise and x.numel() < MANY_ROWS * x.shape[-1]:
+        x = x.float()
     if weight.format == INT8:
         assert weight.scales is not None
         y = wide_linear(x, weight.data, None) * weight.scales.flatten()
-        return (y if weight.bias is None else y + weight.bias).to(x.dtype)
+        return (y if weight.bias is None else y + weight.bias).to(dtype)
     if weight.data.dtype in PLAIN and x.dtype == torch.float32:
         return wide_linear(x, weight.data, weight.bias)
     bias = None if weight.bias is None else weight.bias.to(x.dtype)
-    return F.linear(x, _dequantized(x, weight, x.dtype), bias)
+    if piecewise:
+        return in_pieces(x, weight.out_features, lambda rows: _floats(x, weight, rows), bias).to(dtype)
+    return F.linear(x, _floats(x, weight), bias)
 
 
 def float32(x: Tensor, weight: Operands) -> Tensor:
@@ -64,12 +74,10 @@ def float32(x: Tensor, weight: Operands) -> Tensor:
     return pytorch(x.float(), weight).to(x.dtype)
 
 
-def _dequantized(x: Tensor, weight: Operands, dtype: torch.dtype) -> Tensor:
-    """W (N, K)."""
-    if not weight.format.scales:
-        return weight.data.to(dtype)
-    packed = Packed(weight.data, weight.scales, weight.zeros, weight.outer)
-    return ROWS.rows(packed, weight.format, (weight.out_features, x.shape[-1]), None).dequantize(dtype)
+def _floats(x: Tensor, weight: Operands, rows: slice = slice(None)) -> Tensor:
+    """Rows of W (N, K), whose layout is that of rows, in x's dtype."""
+    packed = Packed(*(None if tensor is None else tensor[rows] for tensor in weight[:4]))  # type: ignore[arg-type]
+    return ROWS.rows(packed, weight.format, (len(packed.data), x.shape[-1]), None).dequantize(x.dtype)
 
 
 def native_unsupported(request: LinearRequest) -> str | None:

@@ -4,6 +4,7 @@ The weights keep their dtype and their place; nothing else of them is ever in me
 caches. Activations are float32 from the embedding on.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -34,14 +35,18 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.numel() == k and weight.dtype == torch.bfloat16:  # float16 could not hold every x
         narrow = None if bias is None else bias.to(weight.dtype)
         return F.linear(x.to(weight.dtype), weight, narrow).to(x.dtype)
-    step = max(1, PIECE // (k * x.element_size()))
-    if n <= step:
-        return F.linear(x, weight.to(x.dtype), wide)
-    y, piece = x.new_empty(*x.shape[:-1], n), x.new_empty(step, k)
-    for start in range(0, n, step):
-        rows = weight[start : start + step]
-        own = None if wide is None else wide[start : start + step]
-        y[..., start : start + step] = F.linear(x, piece[: len(rows)].copy_(rows), own)
+    return in_pieces(x, n, lambda rows: weight[rows].to(x.dtype), wide)
+
+
+def in_pieces(x: Tensor, out_features: int, rows: Callable[[slice], Tensor], bias: Tensor | None) -> Tensor:
+    """y = x·Wᵀ + b for x (…, K), with some rows of W at a time, which `rows` gives in x's dtype, as `bias` is."""
+    step = max(1, PIECE // (x.shape[-1] * x.element_size()))
+    if out_features <= step:
+        return F.linear(x, rows(slice(None)), bias)
+    y = x.new_empty(*x.shape[:-1], out_features)
+    for start in range(0, out_features, step):
+        own = slice(start, start + step)
+        y[..., own] = F.linear(x, rows(own), None if bias is None else bias[own])
     return y
 
 
