@@ -29,6 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hasten.engine.own_text.own_text", lambda model, **_: few(model, samples=4, length=32))
 
 
+@pytest.mark.slow
 @needs_native
 def test_gptq_and_weight_only_beside_bfloat16(
     tiny_folder: Path, tmp_path: Path, quick: None, capfd: pytest.CaptureFixture[str]

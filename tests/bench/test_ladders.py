@@ -70,6 +70,7 @@ def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.C
     assert rows["native-int8"]["prefill_mfu"] > 0
 
 
+@pytest.mark.slow
 def test_a_rung_in_two_ranks(tiny_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--prompt-tokens", "9", "--new-tokens", "4", "--rounds", "1", "--warmup", "0", "--threads", "2", *QUICK]
     options += ["--rungs", "static-cache", "--tensor-parallel", "2", "--dtype", "float32", "--json", "-"]
@@ -317,6 +318,7 @@ def quantized_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
+@pytest.mark.slow
 def test_a_quantized_checkpoint_is_measured_as_it_is(
     quantized_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from hasten.training.recipes import RECIPES
 from own_cache import make_cache
 
 
+@pytest.mark.slow
 def test_a_process_that_may_take_too_little_does_not_fit(monkeypatch):
     told = []
     monkeypatch.setattr("hasten.bench.largest_batch.say", told.append)
@@ -27,6 +28,7 @@ def test_a_process_that_may_take_too_little_does_not_fit(monkeypatch):
     assert report["settings"]["memory_bytes"] == 512 << 20
 
 
+@pytest.mark.slow
 def test_a_refusal_is_known_by_what_passes_without_the_limit(monkeypatch):
     monkeypatch.setattr("hasten.bench.largest_batch.REFUSALS", ())
     report = LargestBatch(shape="tiny", memory=2**-10, rungs=("flash",), device="cpu", threads=1, most=1).run()

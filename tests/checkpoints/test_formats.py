@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import hasten
+from combinations import combinations
 from hasten.checkpoints.formats.packing import pack_columns, pack_rows, signed, unpack_columns, unpack_rows, unsigned
 from hasten.checkpoints.formats.stream import write_file
 from hasten.errors import HastenWarning
@@ -68,8 +69,11 @@ SCHEMES = [
 
 
 @pytest.mark.filterwarnings("ignore::hasten.HastenWarning")
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("name", [*FAMILIES, *NEWER, "gpt2", "gpt_bigcode", "mixtral", *EXPERTS])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    combinations([*FAMILIES, *NEWER, "gpt2", "gpt_bigcode", "mixtral", *EXPERTS], SCHEMES),
+    ids=str,
+)
 def test_file_to_memory_to_file_is_exact(name, scheme, tmp_path):
     model = quantize(hasten.load(make_reference(name)), scheme)
     hasten.save(model, tmp_path / "first")

@@ -35,6 +35,7 @@ def server(tiny_folder):
                 one.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
 def test_ranks_do_not_outlive_their_launcher(server):
     process, ranks = server

@@ -123,6 +123,7 @@ def said(request, folders):
     return request.param, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_drafts_change_no_bit(said, folders):
     first, second = said[1]
     for name in SETTINGS:

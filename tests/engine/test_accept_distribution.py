@@ -63,6 +63,7 @@ def test_a_broken_rule_is_noticed(monkeypatch):
     assert chi_square(first, p) > CHI_SQUARE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [

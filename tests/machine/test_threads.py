@@ -33,6 +33,7 @@ def seen(folder: Path, *options: str, **environment: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity masks on this system")
 def test_threads_and_pinning_reach_torch(tiny_folder: Path) -> None:
     cores, physical = len(os.sched_getaffinity(0)), available_cores().physical

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hasten
+from combinations import combinations
 from fused_cases import whole
 from hasten.model import fused_native
 from hasten.model.context import TrainingContext
@@ -71,8 +72,7 @@ FAMILIES = ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "gpt_oss",
 FAMILIES += ["ernie4_5_moe", "gemma4_text-experts"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("family", "scheme"), combinations(FAMILIES, list(SCHEMES)))
 def test_a_block_with_experts_in_one_call_gives_what_its_steps_give(family, scheme, monkeypatch):
     joined, steps = fused(family, SCHEMES[scheme]), apart(fused(family, SCHEMES[scheme]), monkeypatch)
     assert [block.joins_experts for block in with_experts(joined)] == [True] * len(with_experts(joined))

@@ -90,6 +90,7 @@ def spilled(lines):
     return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_main_loop(compiled, name, head_dim):
@@ -126,6 +127,7 @@ def test_every_option(compiled, name, options):
 HOPPERS = ("forward", "backward_queries", "backward_keys")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", HOPPERS)
 def test_the_kernels_for_hopper(monkeypatch, tmp_path, name, head_dim):

@@ -153,6 +153,7 @@ def test_on_one_socket_the_plan_is_one_process_unless_ranks_are_asked_for(monkey
     assert split.best.device_seconds > found.best.device_seconds
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_smallest_is_named():
     with pytest.raises(ResourceError, match=r"the smallest \(.*--techniques.checkpointing full.*--use lora"):
         choose_training("llama-70b", replace(H100S, device="rtx4090", gpus=2))
@@ -178,6 +179,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.slow
 def test_ways_divide_experts_where_a_model_has_them(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     found = choose_training(str(tmp_path), H100S)

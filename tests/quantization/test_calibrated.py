@@ -340,6 +340,7 @@ def test_nor_do_those_of_a_block_wide_enough_to_be_shared_out(name):
         assert all(torch.equal(tensor, other[key]) for other in results[1:]), key
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*dequantize=True")  # the embedding is quantized with the head
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
 @pytest.mark.parametrize("name", [*METHODS_AND_SCHEMES, None])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hasten
+from combinations import combinations
 from full_disk import full_disk
 from hasten.cli.main import main
 from hasten.cli.options import ModelOptions
@@ -49,9 +50,12 @@ SCHEMES = [
 ]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize(
-    "name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3_moe", "olmo2", "cohere2", "glm4", *EXPERTS, *STATES]
+    ("name", "scheme"),
+    combinations(
+        ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3_moe", "olmo2", "cohere2", "glm4", *EXPERTS, *STATES], SCHEMES
+    ),
+    ids=str,
 )
 def test_all_linear_layers_but_routers_are_quantized(name, scheme):
     model = decided(hasten.load(make_reference(name)))
@@ -166,8 +170,11 @@ def test_schemes_refuse_what_cannot_be(make, word):
 # -- to a folder ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("name", ["llama-mqa", "phi3", "qwen3_moe", "qwen2_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    combinations(["llama-mqa", "phi3", "qwen3_moe", "qwen2_moe", "ernie4_5_moe"], SCHEMES),
+    ids=str,
+)
 def test_streaming_writes_what_quantizing_in_memory_and_saving_writes(name, scheme, tmp_path, recwarn):
     model = hasten.load(make_reference(name))
     plain = logits(model)

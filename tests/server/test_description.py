@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 from server_case import TOOL_TEMPLATE, app_of, serving
 
-EXAMPLES = int(os.environ.get("HASTEN_API_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("HASTEN_API_EXAMPLES", "10"))
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 

@@ -86,6 +86,7 @@ def test_a_trainer_trains_the_same_model(make, tmp_path, monkeypatch):
     assert "forward" not in vars(model.get_output_embeddings())
 
 
+@pytest.mark.slow
 def test_after_a_training_that_failed_the_callback_begins_anew_and_gives_the_model_back(tmp_path):
     class Failing(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -185,6 +185,7 @@ def test_training_begins_with_a_folders_integers(recipe, tmp_path, bits):
     assert train(made, progress=False).steps == 3, "a checkpoint holds what came of it"
 
 
+@pytest.mark.slow
 def test_curvature_stretches_the_periods(recipe):
     """The eigenvalue is the largest of the Hessian that torch differentiates twice."""
     qat = Qat(bits=4, group_size=0, learned_scales=False, start_bits=8, period=3, eigenvalue_steps=60)

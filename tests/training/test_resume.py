@@ -112,6 +112,7 @@ def test_stopped_inside_an_accumulated_step_it_goes_on_from_that_steps_beginning
     assert losses(train(recipe(name="stopped", **hard), progress=False)) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(recipe, tmp_path):
     file = tmp_path / "child.json"
     file.write_text(json.dumps(recipe(steps=1000).to_json()))
