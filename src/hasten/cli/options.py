@@ -79,7 +79,8 @@ class LoadOptions:
     """The model, and how it is run."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A Hugging Face folder, a GGUF file, a hub id such as owner/name, or a short name: smollm2-135m, gemma3-270m."""
+    """A Hugging Face folder, a GGUF file, a hub id such as owner/name, or a short name: smollm2-135m, gemma3-270m,
+    qwen2.5-coder-0.5b, qwen2.5-coder-1.5b."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of weights that are not quantized. auto: the checkpoint's own, but bfloat16 for one in float32 if the
     fused kernels run it or bfloat16 products are fast; float32 keeps such a checkpoint as it is, slower."""
