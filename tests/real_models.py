@@ -43,7 +43,7 @@ def real_model(name):
     except ResourceError as error:
         pytest.skip(str(error))
     folder = cache_folder("real-models") / name
-    with locked(folder.with_suffix(".lock"), waiting=f"another process dequantizes {name}"):
+    with locked(folder.with_name(f"{name}.lock"), waiting=f"another process dequantizes {name}"):
         if not folder.exists():
             _dequantize(file, folder)
     return Real(name, file, folder)
@@ -55,18 +55,20 @@ def _dequantize(file, folder):
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    temporary = folder.with_suffix(".partial")
+    temporary = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))  # else 262,144 words are parsed three times
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    if gguf.GGUFReader(file).fields["tokenizer.ggml.model"].contents() == "gpt2":
-        # transformers does not look at the file's tokenizer.ggml.pre, "smollm": each digit is a word, as in the
-        # tokenizer.json that SmolLM2 was published with.
-        split = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(split))
+    split = gguf.GGUFReader(file).fields.get("tokenizer.ggml.pre")
+    if split is not None and split.contents() == "smollm":
+        # transformers does not look at it: each digit is a word, as in the tokenizer.json published with SmolLM2.
+        splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.save_pretrained(temporary)
+    if split is None or split.contents() != "smollm":  # again, as its class makes it of the folder: Qwen's with NFC
+        AutoTokenizer.from_pretrained(temporary).save_pretrained(temporary)
     del model.config.quantization_config
     model.hf_quantizer = None  # the weights are plain now; with it transformers refuses to save them
     model.save_pretrained(temporary)

