@@ -185,6 +185,16 @@ def test_int8_layers_are_counted_as_the_numbers_they_stand_for():
     assert sum(parameters_of(parts_of(model)).values()) == numbers
 
 
+def test_a_packed_embedding_of_its_own_is_counted_and_multiplies_nothing(tmp_path):
+    model = hasten.quantize(tiny_llama(), hasten.Int8(embedding="int8"))
+    found = profile(model, tmp_path, use="generate", **PROMPT, steps=1)
+    for phase in found.phases:
+        rows = check(phase, {"model.embedding", "model.head"})
+        assert rows["model.embedding"].parameters == rows["model.head"].parameters
+        assert rows["model.embedding"].flops == 0
+        assert rows["model.head"].flops > 0
+
+
 def test_a_model_does_not_train_and_a_window_is_no_batch(tmp_path):
     with pytest.raises(ConfigError, match="a recipe trains"):
         profile(tiny_llama(), tmp_path, use="train")

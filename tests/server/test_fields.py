@@ -181,7 +181,7 @@ def test_bookkeeping_has_no_effect(client, path):
 
 
 # What OpenAI's clients may send and this server does not do.
-UNSUPPORTED = {"audio", "function_call", "functions", "modalities", "moderation", "suffix", "dimensions"}
+UNSUPPORTED = {"audio", "function_call", "functions", "modalities", "moderation", "dimensions"}
 UNSUPPORTED |= {"background", "conversation", "prompt", "truncation", "web_search_options"}
 
 

@@ -48,7 +48,7 @@ from hasten.ops.calls import BlocksCall
 from hasten.ops.linear import BFLOAT16, PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in, native_unsupported
 from hasten.ops.linear.weights import PLAIN
-from hasten.ops.native import library, native_ops
+from hasten.ops.native import MISSING, library, native_ops
 
 # In the order of the enum in ops/block/phases.h.
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
@@ -74,7 +74,7 @@ def native_refusal(model: Transformer) -> str | None:
     if isinstance(model, ShardedTransformer) and model.config.qk_norm == "projection":
         return "the fused steps know no norms over heads that several ranks have"
     if library() is None:
-        return "the native kernels could not be built here (see the warning, and `hasten doctor`)"
+        return f"{MISSING}: `hasten doctor` says why"
     return fusion_conflict(model, _unsupported)
 
 

@@ -27,6 +27,7 @@ from hasten.model.fused_mixer import MixerParts
 from hasten.model.mixer import StateMixer
 from hasten.model.mlp import Linear
 from hasten.model.transformer import Transformer
+from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.planning.cost import attended_by_pattern
 from hasten.profiling.walk import parts_of
 from hasten.training.setup import Setup
@@ -175,11 +176,14 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
     found = {part: (0.0, moved) for part, moved in work.bytes.items()}
     routers = (one for one in work.model.modules() if isinstance(one, Experts))
     routed = {expert for router in routers for expert in router.experts.modules()}
+    looked_up = {one.table for one in work.model.modules() if isinstance(one, PackedEmbedding) and one.own}
     for part in parts_of(work.model):
         flops, moved = found.get(part.name, (0.0, 0.0))
         head, tokens = part.name == "model.head", float(sum(new for _, new in work.spans))
         rows = (work.scored if head else tokens) / work.split
         for module in part.modules:
+            if module in looked_up:
+                continue  # as an embedding's rows
             weights = list(module.parameters(recurse=False))
             if isinstance(module, Linear):
                 taken = rows * config.experts_per_token / config.experts if module in routed else rows

@@ -55,7 +55,7 @@ def _parts(name: str, module: nn.Module, *, stacked: bool) -> Iterator[ModelPart
         yield ModelPart(name, module, "forward", (module,) if joined else (module, *own), None if joined else note)
         if joined:
             yield ModelPart(f"{name}.project", module, "project", own, note)
-        for leaf, child in () if isinstance(module, PackedEmbedding) else module.named_children():
+        for leaf, child in module.named_children():
             if leaf not in hidden:
                 yield from _parts(f"{name}.{leaf}", child, stacked=stacked)
 
@@ -66,6 +66,8 @@ def _hidden(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
         return ("q", "k", "v"), "q, k and v are one product"
     if isinstance(module, StateMixer):
         return ("conv",), "its convolution is its own"
+    if isinstance(module, PackedEmbedding) and module.own:
+        return ("tables",), None
     if isinstance(module, FusedMLP) and module.gate is None and type(module.up) is nn.Linear:
         return ("up",), "the product of up is the module's own"
     if isinstance(module, Experts) and not module.training and module.why_one_by_one() is None:

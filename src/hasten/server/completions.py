@@ -10,12 +10,13 @@ from pydantic import Field
 
 from hasten.engine.request import Request, RequestOutput, TokenLogprob
 from hasten.server.answers import ChoiceBuilder, Json, completion_logprobs, join_logprobs
-from hasten.server.bodies import COMMON_NEUTRAL, Count, Neutral, Prompts, SamplingBody
+from hasten.server.bodies import COMMON_NEUTRAL, Count, Neutral, Prompts, SamplingBody, Text
 from hasten.server.build_request import Samples, build_request, check_limit, constraint_of, prompts_of, room
 from hasten.server.documentation import ERRORS, STREAMED, Completion
 from hasten.server.errors import ApiError
 from hasten.server.service import Service
 from hasten.server.structured import Grammar
+from hasten.text.infill import MARKS, infill_marks, infill_prompt
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -27,17 +28,39 @@ class CompletionBody(SamplingBody):
     max_tokens: Count | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
-    neutral: ClassVar[Neutral] = COMMON_NEUTRAL | {"suffix": ("",), "prompt_embeds": ()}
+    suffix: Text | None = None  # what comes behind the answer; "" asks for nothing
+    neutral: ClassVar[Neutral] = COMMON_NEUTRAL | {"prompt_embeds": ()}
 
 
 def add_completions(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/completions", response_model=Completion, responses=ERRORS | STREAMED)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
-        """Continue a prompt."""
+        """Continue a prompt, or fill the gap between it and a suffix."""
         service.check_in(body, http)
-        given = await prompts_of(body.prompt, service, param="prompt", add_special_tokens=body.add_special_tokens)
+        given = await completion_prompts(body, service)
         return await _Completions(service, body, given).respond(http)
+
+
+async def completion_prompts(body: CompletionBody, service: Service) -> list[tuple[int, ...]]:
+    """Token ids of each prompt; with a suffix those that ask for what is missing between the two."""
+    if not body.suffix:
+        return await prompts_of(body.prompt, service, param="prompt", add_special_tokens=body.add_special_tokens)
+    if body.echo:
+        raise ApiError("echo cannot be combined with suffix", param="suffix")
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not all(isinstance(text, str) for text in texts):
+        raise ApiError("with a suffix the prompt is a text, or several, and no token ids", param="prompt")
+    if infill_marks(service.tokenizer) is None:
+        raise ApiError(
+            f"{service.model_name} cannot fill in between prompt and suffix: its tokenizer has none of "
+            f"{', '.join(marks[0] for marks in MARKS)}",
+            param="suffix",
+        )
+    behind = await service.encode(body.suffix, add_special_tokens=False, param="suffix")
+    before = [await service.encode(str(text), add_special_tokens=False) for text in texts]
+    asked = [infill_prompt(service.tokenizer, own, behind) for own in before]
+    return await prompts_of(asked, service, param="prompt", add_special_tokens=False)
 
 
 def completion_request(

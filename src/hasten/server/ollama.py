@@ -39,13 +39,14 @@ from hasten.server.bodies import (
 )
 from hasten.server.build_request import Samples, check_limit, constraint_of, prompts_of
 from hasten.server.chat import ChatTurn, Said, body_of
-from hasten.server.completions import CompletionBody, completion_request
+from hasten.server.completions import CompletionBody, completion_prompts, completion_request
 from hasten.server.documentation import LINES, OLLAMA_ERRORS, OllamaChat, OllamaEmbeddings, OllamaText
 from hasten.server.embeddings import vectors_of
 from hasten.server.errors import ApiError, naming_fields
 from hasten.server.service import Service
 from hasten.server.tools import arguments_of, format_of
 from hasten.text.answer_reader import CallPiece
+from hasten.text.infill import infill_marks
 
 # What fields of a ChatBody or CompletionBody are called here.
 NAMES = {"response_format": "format", "max_tokens": "options.num_predict", "stop": "options.stop"}
@@ -156,12 +157,16 @@ class OllamaChatBody(OllamaBody):
 
 
 class OllamaGenerateBody(OllamaBody):
-    """A prompt; without one it asks only whether the model is loaded. raw: no template changes the prompt."""
+    """A prompt; without one it asks only whether the model is loaded.
+
+    raw: no template changes the prompt. suffix: nor does one then; the answer is what is missing between the two.
+    """
 
     prompt: Text | None = None
     system: Text | None = None
     raw: bool | None = None
-    neutral: ClassVar[Neutral] = OllamaBody.neutral | {"context": ([],), "images": ([],), "suffix": ("",)}
+    suffix: Text | None = None
+    neutral: ClassVar[Neutral] = OllamaBody.neutral | {"context": ([],), "images": ([],)}
 
 
 class OllamaEmbedBody(ModelBody):
@@ -192,9 +197,9 @@ def add_ollama(router: APIRouter, service: Service) -> None:
         service.check_in(body, http, without_effect=body.without_effect())
         if not body.prompt:
             return reply(_object(body.model, "response", "", done=True, done_reason="load"))
-        if body.raw and (body.system or body.think):
-            name = "system" if body.system else "think"
-            raise ApiError(f"{name} needs the chat template, which raw leaves out; give one of them", param=name)
+        if (body.raw or body.suffix) and (body.system or body.think):
+            name, without = "system" if body.system else "think", "raw" if body.raw else "suffix"
+            raise ApiError(f"{name} needs the chat template, which {without} leaves out; give one of them", param=name)
         await _check_abilities(service, body, tools=False)
         with naming_fields(NAMES):
             return await _Answer(service, _asked(body, service), key="response").respond(http)
@@ -212,9 +217,11 @@ def add_ollama(router: APIRouter, service: Service) -> None:
 
 
 async def abilities(service: Service) -> list[str]:
-    """What the served model can do, in Ollama's words: completion, tools, thinking."""
+    """What the served model can do, in Ollama's words: completion, insert, tools, thinking."""
     found = ["completion"]
     if service.has_tokenizer:
+        if infill_marks(service.tokenizer) is not None:
+            found.append("insert")
         form, templates = await service.answer_format(tools=True), service.tokenizer.templates
         template = templates.get("tool_use", templates.get("default"))
         if template is not None and (form.calls is not None or format_of(form, template.source) is not None):
@@ -236,9 +243,9 @@ async def _check_abilities(service: Service, body: OllamaBody, *, tools: bool) -
 
 def _asked(body: OllamaGenerateBody, service: Service) -> ChatBody | CompletionBody:
     """The prompt as a conversation; where no template is to change it, or there is none, as it is."""
-    if body.raw or (not body.system and not service.tokenizer.templates):
+    if body.raw or body.suffix or (not body.system and not service.tokenizer.templates):
         scores = (body.top_logprobs or 0) if body.logprobs else None
-        return body_of(CompletionBody, prompt=body.prompt, logprobs=scores, **body.sampling())
+        return body_of(CompletionBody, prompt=body.prompt, suffix=body.suffix, logprobs=scores, **body.sampling())
     system = [{"role": "system", "content": body.system}] if body.system else []
     return body.conversation([*system, {"role": "user", "content": body.prompt}])
 
@@ -283,8 +290,7 @@ class _RawTurn:
 
     async def request(self, name: str) -> Request:
         body, service = self._body, self._service
-        special = body.add_special_tokens
-        (prompt,) = await prompts_of(body.prompt, service, param="prompt", add_special_tokens=special)
+        (prompt,) = await completion_prompts(body, service)
         constraint = None if body.response_format is None else await constraint_of(body.response_format, service)
         how: Json = {"samples": self._samples, "constraint": constraint, "default": None}
         return completion_request(body, service, id=name, prompt=prompt, **how)

@@ -25,6 +25,11 @@ class PackedEmbedding(nn.Module):
         """The packed layer."""
         return self.tables[0]  # type: ignore[return-value]
 
+    @property
+    def own(self) -> bool:
+        """Whether the packed layer is its own, and not a head's."""
+        return isinstance(self.tables, nn.ModuleList)
+
     @classmethod
     def from_weight(cls, weight: QuantizedWeight, *, dtype: torch.dtype) -> Self:
         """An embedding of a quantized weight (V, C), kept row by row. dtype: of what it gives."""
