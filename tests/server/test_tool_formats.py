@@ -22,6 +22,10 @@ CASES = [
     ("llama", json.dumps({"name": "weather", "parameters": ARGUMENTS}), "", 1),
     ("llama", f"<|python_tag|>{WEATHER}; {WEATHER}", "", 2),
     ("llama", f"\n{WEATHER}", "", 1),
+    ("hermes", WEATHER, "", 1),  # as small models answer
+    ("hermes", f"\n```json\n{json.dumps(json.loads(WEATHER), indent=2)}\n```\n", "", 1),
+    ("hermes", f"```\n{WEATHER}```", "", 1),
+    ("hermes", f"{WEATHER}\n<tool_call>{WEATHER}</tool_call>", f"{WEATHER}\n", 1),
     (None, WEATHER, "", 1),
     (None, f"[{WEATHER}, {WEATHER}]", "", 2),
 ]
@@ -33,6 +37,12 @@ TEXTS = [
     ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
     ("hermes", "<tool_call>" + "[" * 5000),
     ("hermes", "<tool_cal"),
+    ("hermes", f"```json\n{WEATHER}\n``` and more"),
+    ("hermes", f"Text first ```json\n{WEATHER}\n```"),
+    ("hermes", '{"name": "unknown", "arguments": {}}'),
+    ("hermes", '{"name": "weather", "arguments": ' + "[" * 5000),
+    ("hermes", "```json\n[1]\n```"),
+    ("hermes", "``"),
     ("mistral", "[TOOL_CALLS]"),
     ("mistral", "[TOOL_CALLS]weather"),
     ("mistral", "[TOOL_CALLS][1]"),
@@ -83,6 +93,10 @@ def test_text_is_shown_as_soon_as_it_is_certain():
     reader = CallReader({"weather"}, form="hermes")
     assert reader.push("Hello <to") == "Hello "
     assert reader.push("day") == "<today"
+    reader = CallReader({"weather"}, form="hermes")
+    assert reader.push("```") == ""
+    assert reader.push("python\n") == "```python\n"
+    assert reader.push('{"name": "x"') == '{"name": "x"'
 
 
 def test_the_format_is_seen_in_the_template():
@@ -100,6 +114,7 @@ CUT = [
     ("hermes", f"<tool_call>{TIME}</tool", "", [("time", '{"a": 1}')]),
     ("hermes", f"<tool_call>{TIME}</tool_call><tool_call>{WEATHER}", "", [("time", '{"a": 1}'), ("weather", "")]),
     ("hermes", '<tool_call>{"na', '<tool_call>{"na', []),
+    ("hermes", f'{WEATHER}{{"city": "Pa', "", [("weather", '{"city": "Pa')]),
     ("hermes", f"<tool_call>{TIME} and", f"<tool_call>{TIME} and", []),
     ("mistral", f'[TOOL_CALLS][{TIME}, {{"name": "weather"', "", [("time", '{"a": 1}'), ("weather", "")]),
     ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": ', "", [("weather", '{"city": ')]),

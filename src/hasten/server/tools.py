@@ -2,7 +2,8 @@
 
 The chat template shows how a model writes calls (`text/answer_format.py` finds the format of any template). Three
 formats are read here, as whole calls at the end of an answer:
-- Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other
+- Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other. Small models leave the tags
+  out: an answer that is one such object, perhaps in a code block, is a call too.
 - Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}`
 - Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`, several divided by `;`
 Text that looks like a call but is not (invalid JSON, an unknown name) stays text, so nothing is lost. An answer cut off
@@ -29,6 +30,9 @@ MARKERS: dict[Format, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"
 AFTER_CALL: dict[Format | None, str] = {"hermes": "</tool_call>", "llama": ";"}
 # How a template that writes calls in one of these formats begins them, without white space.
 _BEGINS: dict[Format, str] = {"hermes": '<tool_call>{"name":"', "mistral": "[TOOL_CALLS]", "llama": '{"name":"'}
+# How an answer begins, without white space, that is one call of this format without its marker; what is around it.
+_BARE = ('{"name":"', '```json{"name":"', '```{"name":"')
+_FENCES = re.compile(r"\A```(?:json)?\s*|\s*```\Z")
 _DECODER = json.JSONDecoder()
 # The beginning of a call: its complete name, and its arguments so far.
 _NAME, _ARGUMENTS = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"', r"(?P<arguments>\{.*)"
@@ -92,6 +96,9 @@ class CallReader:
         if place < 0 and self._form == "llama" and not self._begun and self._held.lstrip()[:1] in ("{", ""):
             self._holding = bool(self._held.strip())
             return ""
+        if place < 0 and self._form == "hermes" and not self._begun and (bare := _begins_bare(self._held)) is not False:
+            self._holding = bare is True
+            return ""
         if place >= 0:
             self._holding = True
         else:  # the end of the text may be the beginning of the marker
@@ -107,18 +114,22 @@ class CallReader:
         held, self._held = self._held, ""
         if not self._holding:
             return held, []
+        place = max(0, held.find(self._marker)) if self._form == "hermes" else 0
+        text, held = held[:place], held[place:]  # a text that looked like a call without a marker
         try:
             calls = self._read(held)
         except (ValueError, RecursionError):
             calls = []
         if cut and not calls:
             calls = self._read_cut(held)
-        return ("" if calls or (cut and self._form is None) else held), calls
+        return text + ("" if calls or (cut and self._form is None) else held), calls
 
     def _read(self, text: str) -> list[ParsedCall]:
         """Parse the calls of a complete answer. Raises ValueError if anything else is in it."""
         calls: list[ParsedCall] = []
         rest = text.strip()
+        if self._form == "hermes" and not rest.startswith(self._marker):
+            return [self._call(json.loads(_FENCES.sub("", rest)))]
         while rest:
             if self._form in ("hermes", "mistral") and not rest.startswith(self._marker):
                 raise ValueError("text after a call")
@@ -168,6 +179,14 @@ class CallReader:
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are no object")
         return ParsedCall(item["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _begins_bare(text: str) -> bool | None:
+    """Whether an answer begins as a call without a marker; None: so far it may."""
+    begun = "".join(text.split())
+    if begun.startswith(_BARE):
+        return True
+    return None if any(one.startswith(begun) for one in _BARE) else False
 
 
 class _WholeCalls:
