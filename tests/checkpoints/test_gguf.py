@@ -17,6 +17,7 @@ from hasten.checkpoints.gguf.header import read_gguf
 from hasten.checkpoints.gguf.types import TYPE_NAMES, TYPES
 from hasten.checkpoints.gguf.write import write_gguf
 from hasten.data import train_bpe
+from hasten.engine.params import recommended
 from hasten.errors import CheckpointError, ConfigError, HastenWarning, ResourceError
 from hasten.model.context import TrainingContext
 from hasten.model.fused import refusal
@@ -507,3 +508,20 @@ def test_a_tokenizer_without_merges_goes_there_and_back(tmp_path):
     model.tokenizer = train_bpe(["a"], vocab_size=257)
     write_gguf(model, tmp_path / "x.gguf", "F16")
     assert hasten.load(tmp_path / "x.gguf").tokenizer.encode("a b") == model.tokenizer.encode("a b")
+
+
+def test_recommended_sampling_is_read_and_written(tmp_path):
+    model = tiny_llama()
+    model.generation = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+    write_gguf(model, tmp_path / "plain.gguf")
+    assert recommended(hasten.load(tmp_path / "plain.gguf").generation) == recommended(model.generation)
+    entries = {"general.sampling.top_k": 0, "general.sampling.temp": 0.0, "general.sampling.mirostat": 2}
+    others = ["sampling.top_p", "sampling.penalty_repeat"]
+    path = retyped(tmp_path / "other.gguf", tmp_path / "plain.gguf", lambda *_: None, entries=entries, without=others)
+    assert recommended(hasten.load(path).generation) == {"temperature": 0.0}
+    path = retyped(path.with_name("bad.gguf"), path, lambda *_: None, entries={"general.sampling.min_p": "much"})
+    with pytest.raises(CheckpointError, match=r"general\.sampling\.min_p is 'much', and no number"):
+        hasten.load(path)
+    model.generation = {"temperature": 0.7}
+    write_gguf(model, tmp_path / "greedy.gguf")
+    assert recommended(hasten.load(tmp_path / "greedy.gguf").generation) == {}

@@ -56,6 +56,7 @@ def test_a_suffix_reaches_the_engine(client, engine, path, body):
     asked = list(engine.requests[-1].prompt)
     before, behind = (engine.tokenizer.encode(text, add_special_tokens=False) for text in (BEFORE, BEHIND))
     assert asked == infill_prompt(engine.tokenizer, before, behind)
+    assert set(infill_marks(engine.tokenizer)) <= set(engine.requests[-1].params.stop_token_ids)
 
 
 @pytest.mark.parametrize(

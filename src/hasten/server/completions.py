@@ -16,7 +16,7 @@ from hasten.server.documentation import ERRORS, STREAMED, Completion
 from hasten.server.errors import ApiError
 from hasten.server.service import Service
 from hasten.server.structured import Grammar
-from hasten.text.infill import MARKS, infill_marks, infill_prompt
+from hasten.text.infill import MARKS, infill_ends, infill_marks, infill_prompt
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -43,7 +43,10 @@ def add_completions(router: APIRouter, service: Service) -> None:
 
 
 async def completion_prompts(body: CompletionBody, service: Service) -> list[tuple[int, ...]]:
-    """Token ids of each prompt; with a suffix those that ask for what is missing between the two."""
+    """Token ids of each prompt; with a suffix those that ask for what is missing between the two.
+
+    Then the body's `stop_token_ids` get what ends such a text.
+    """
     if not body.suffix:
         return await prompts_of(body.prompt, service, param="prompt", add_special_tokens=body.add_special_tokens)
     if body.echo:
@@ -57,6 +60,7 @@ async def completion_prompts(body: CompletionBody, service: Service) -> list[tup
             f"{', '.join(marks[0] for marks in MARKS)}",
             param="suffix",
         )
+    body.stop_token_ids = [*(body.stop_token_ids or ()), *infill_ends(service.tokenizer)]
     behind = await service.encode(body.suffix, add_special_tokens=False, param="suffix")
     before = [await service.encode(str(text), add_special_tokens=False) for text in texts]
     asked = [infill_prompt(service.tokenizer, own, behind) for own in before]

@@ -10,6 +10,9 @@ MARKS = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
 )
 
+# What also ends the text of a gap: the next file, the next project, and padding.
+ENDS = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<fim_pad>", "<repo_name>", "<file_sep>")
+
 
 def infill_marks(tokenizer: Tokenizer) -> tuple[int, int, int] | None:
     """The ids of a tokenizer's three marks, or None where it has none."""
@@ -29,3 +32,9 @@ def infill_prompt(tokenizer: Tokenizer, before: list[int], behind: list[int]) ->
     assert marks is not None
     begin = [id for id in tokenizer.encode("")[:1] if id == tokenizer.bos_id]
     return [*begin, marks[0], *before, marks[1], *behind, marks[2]]
+
+
+def infill_ends(tokenizer: Tokenizer) -> list[int]:
+    """The ids that end what is missing, beside those that end every text."""
+    ids = [*(infill_marks(tokenizer) or ()), *map(tokenizer.backend.token_to_id, ENDS)]
+    return [id for id in ids if id is not None]

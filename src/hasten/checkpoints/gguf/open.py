@@ -16,6 +16,7 @@ from hasten.checkpoints.gguf.config import config_values
 from hasten.checkpoints.gguf.grids import table
 from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, read_gguf
 from hasten.checkpoints.gguf.names import FREQUENCIES, JOINED, LONG_ROPE, Place, place_of, places_by_head
+from hasten.checkpoints.gguf.sampling import recommended_sampling
 from hasten.checkpoints.gguf.tokenizer import stored_tokenizer
 from hasten.checkpoints.gguf.types import TYPES
 from hasten.checkpoints.source import ModelSource
@@ -46,7 +47,8 @@ def open_gguf(path: Path) -> ModelSource:
         read=weights.plain,
         quantized=weights if weights.modules else None,
         dtype=weights.dtype(),
-        generation={name: values[name] for name in ("bos_token_id", "eos_token_id") if name in values},
+        generation={name: values[name] for name in ("bos_token_id", "eos_token_id") if name in values}
+        | recommended_sampling(file),
         read_tokenizer=lambda: None if tokenizer is None else tokenizer.build(),
         tokenizer_bytes=0 if tokenizer is None else TOKEN_BYTES * len(tokenizer.kinds),
     )

@@ -20,6 +20,7 @@ from hasten.checkpoints.gguf.config import LAYER_NORM, RMS_NORM, config_values
 from hasten.checkpoints.gguf.encode import ENCODERS, encode
 from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, shortest
 from hasten.checkpoints.gguf.names import FIELDS, FREQUENCIES, LISTED, LONG_ROPE, Place, place_of, places_by_head
+from hasten.checkpoints.gguf.sampling import sampling_entries
 from hasten.checkpoints.gguf.tokenizer import tokenizer_entries
 from hasten.checkpoints.gguf.types import TYPES
 from hasten.errors import CheckpointError, ConfigError, HastenWarning, ResourceError
@@ -123,6 +124,7 @@ def _contents(model: Transformer, kind: Kind | None, target: Path) -> tuple[list
         raise ConfigError(f"GGUF files of {', '.join(OF_FAMILY)} are written; found {model.config.family}")
     items = _items(model, kind)
     entries = config_entries(model.config, items, target) | {"general.quantization_version": 2} | _listed(model)
+    entries |= sampling_entries(model.generation or {})
     return items, entries | tokenizer_entries(model.tokenizer, model.config.vocab_size)
 
 
