@@ -419,3 +419,14 @@ def test_a_setting_of_another_type_is_refused(settings):
     (name,) = settings
     with pytest.raises(ConfigError, match=f"{name} must be one of"):
         Int4(**settings)
+
+
+@pytest.mark.filterwarnings("ignore::hasten.HastenWarning")
+@pytest.mark.parametrize("embedding", ["none", "int8"])
+def test_an_embedding_that_stays_large_is_named_with_its_option(embedding, tmp_path, capsys):
+    hasten.save(tiny_llama(hidden_size=32, intermediate_size=32, vocab_size=600).bfloat16(), tmp_path / "plain")
+    main(
+        ["quantize", str(tmp_path / "plain"), "--scheme", "int4", "--output", str(tmp_path / embedding)]
+        + (["--embedding", embedding] if embedding != "none" else [])
+    )
+    assert ("--embedding int8 rounds it too" in capsys.readouterr().out) == (embedding == "none")

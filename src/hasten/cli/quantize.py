@@ -13,7 +13,7 @@ import tyro
 from hasten.cli.options import JsonOption, same_fields
 from hasten.cli.quantize_defaults import for_others
 from hasten.cli.quantize_gguf import folder_to_gguf, place_of_gguf
-from hasten.cli.quantize_report import bits_per_weight, row, summary
+from hasten.cli.quantize_report import bits_per_weight, plain_embedding, row, summary
 from hasten.cli.writing import WeightLayout, load_to_write, require_new_folder
 from hasten.effects import Holds, Needs, Unless
 from hasten.errors import ConfigError, HastenWarning
@@ -214,7 +214,9 @@ class Quantize(JsonOption):
             "layers": [row(report) for report in reports],
         }
         if self.write(result):
-            print("\n".join(summary(result, reports)))
+            own = self.scheme is not None and self.format == "compressed-tensors"
+            about = plain_embedding(model, reports, result["bytes"]) if own else []
+            print("\n".join([*summary(result, reports), *about]))
         if self.picture is not None:
             from hasten.quantization.report import draw_errors
 

@@ -20,6 +20,18 @@ def bits_per_weight(model: Transformer, reports: list[LayerReport]) -> float:
     return bits / sum(weight.numel() for weight in weights.values())
 
 
+def plain_embedding(model: Transformer, reports: list[LayerReport], stored: int) -> list[str]:
+    """A line about an embedding that stays as it was, where that is a quarter or more of the bytes that are stored."""
+    from hasten.quantization.report import stored_weights
+
+    weight = stored_weights(model).get("embedding.weight")
+    if weight is None or 4 * weight.nbytes < stored or any(report.name == "embedding" for report in reports):
+        return []
+    dtype = str(weight.dtype).removeprefix("torch.")
+    size = f"{weight.nbytes / 1e9:.3f} GB of that"
+    return [f"the embedding stays in {dtype}, {size}; --embedding int8 rounds it too, which transformers does not read"]
+
+
 def row(report: LayerReport) -> dict[str, Any]:
     """A layer's report as JSON."""
     return {
