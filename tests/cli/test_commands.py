@@ -371,3 +371,11 @@ def test_stream_and_llm_take_drafts(tiny_folder, draft, monkeypatch):
     assert (llm.engine.stats().draft_tokens > 0) == (draft != "suffix"), "suffix may find nothing"
     with pytest.raises(ConfigError, match="dtype and device are for a model that is loaded here"):
         hasten.LLM(model, device="cpu")
+
+
+def test_an_empty_standard_input_is_no_prompt(tiny_folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(SystemExit):
+        main(["generate", str(tiny_folder), "--prompt", "-"])
+    assert "standard input is empty" in capsys.readouterr().err
+    main(["generate", str(tiny_folder), "--prompt", "", "--max-new-tokens", "2"])

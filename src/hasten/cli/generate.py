@@ -44,7 +44,7 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, RankOpti
         if bool(self.prompt) == bool(self.prompt_ids):
             raise ConfigError("give one of --prompt TEXT and --prompt-ids ID …, and not both")
         variables = parse_template_kwargs(self.chat_template_kwargs, option="--chat-template-kwargs")
-        texts = [sys.stdin.read() if text == "-" else text for text in self.prompt]
+        texts = [_standard_input() if text == "-" else text for text in self.prompt]
         prompts: list[Any] = [list(self.prompt_ids)] if self.prompt_ids else texts
         from hasten.machine import resolve_device
 
@@ -110,6 +110,14 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, RankOpti
         self.write((results[0] if len(results) == 1 else {"outputs": results}) | speeds)
         if any(result["finish_reason"] == "interrupted" for result in results):
             raise KeyboardInterrupt  # the status says it too, and no other rank waits for the next step
+
+
+def _standard_input() -> str:
+    """The prompt from standard input. Raises ConfigError where nothing came: most often the wrong pipe."""
+    text = sys.stdin.read()
+    if not text:
+        raise ConfigError('standard input is empty, from which --prompt "-" reads; --prompt "" begins with nothing')
+    return text
 
 
 def _run(run: Generation, *, stream: bool, ids: bool) -> list[dict[str, Any]]:
