@@ -522,6 +522,13 @@ def test_recommended_sampling_is_read_and_written(tmp_path):
     path = retyped(path.with_name("bad.gguf"), path, lambda *_: None, entries={"general.sampling.min_p": "much"})
     with pytest.raises(CheckpointError, match=r"general\.sampling\.min_p is 'much', and no number"):
         hasten.load(path)
+    for value in (float("nan"), 101.0):
+        path = retyped(path, tmp_path / "plain.gguf", lambda *_: None, entries={"general.sampling.temp": value})
+        with pytest.raises(CheckpointError, match=r"general\.sampling\.temp is .*, and no number up to 100"):
+            hasten.load(path)
+    model.generation = {"do_sample": True, "top_k": -1, "top_p": float("inf"), "min_p": True, "temperature": 10**400}
+    write_gguf(model, tmp_path / "odd.gguf")
+    assert recommended(hasten.load(tmp_path / "odd.gguf").generation) == {}
     model.generation = {"temperature": 0.7}
     write_gguf(model, tmp_path / "greedy.gguf")
     assert recommended(hasten.load(tmp_path / "greedy.gguf").generation) == {}

@@ -63,7 +63,9 @@ def test_a_suffix_reaches_the_engine(client, engine, path, body):
     ("path", "body", "named"),
     [
         ("/v1/completions", {"prompt": [1, 2]}, "prompt"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
         ("/v1/completions", {"prompt": BEFORE, "echo": True}, "suffix"),
+        ("/v1/completions", {"prompt": BEFORE, "response_format": {"type": "json_object"}}, "suffix"),
         ("/v1/completions", {"prompt": BEFORE, "suffix": "x" * 100_000}, "suffix"),
         ("/api/generate", {"prompt": BEFORE, "system": "x"}, "system"),
     ],
@@ -71,7 +73,24 @@ def test_a_suffix_reaches_the_engine(client, engine, path, body):
 def test_what_cannot_be_is_refused_by_name(client, path, body, named):
     answer = client.post(path, json={"model": "tiny", "suffix": BEHIND} | body)
     assert answer.status_code == 400
-    assert named in answer.text
+    said = answer.json()["error"]
+    assert named == said["param"] if path.startswith("/v1") else said.startswith(named)
+
+
+def test_each_text_has_a_gap_and_the_ends_of_the_client_stay(client, engine):
+    body = {"model": "tiny", "prompt": [BEFORE, ""], "suffix": BEHIND, "n": 2, "stop_token_ids": [7], "logprobs": 1}
+    answer = client.post("/v1/completions", json=body)
+    assert len(answer.json()["choices"]) == 4
+    first, second = engine.requests[-2:]
+    assert len(first.prompt) - len(second.prompt) == len(engine.tokenizer.encode(BEFORE))
+    assert 7 in first.params.stop_token_ids
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/generate"])
+def test_a_tokenizer_without_marks_is_a_400(client_for_all, path):
+    answer = client_for_all.post(path, json={"model": "tiny", "prompt": BEFORE, "suffix": BEHIND})
+    assert answer.status_code == 400
+    assert "<|fim_prefix|>" in answer.text or "does not support insert" in answer.text
 
 
 def test_a_client_is_told_that_the_model_fills_in(client):

@@ -148,7 +148,7 @@ REFUSED = [
     ("/api/chat", {"think": True}, '"tiny" does not support thinking'),
     ("/api/chat", {"top_logprobs": 2}, "top_logprobs"),
     ("/api/generate", {"prompt": "hi", "images": ["aGk="]}, "images"),
-    ("/api/generate", {"prompt": "hi", "suffix": "x"}, "suffix"),
+    ("/api/generate", {"prompt": "hi", "suffix": "x"}, "does not support insert"),
     ("/api/generate", {"prompt": "hi", "context": [1, 2]}, "context"),
     ("/api/generate", {"prompt": "hi", "template": "x"}, "template"),
     ("/api/generate", {"prompt": "hi", "raw": True, "system": "x"}, "system"),

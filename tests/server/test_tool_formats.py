@@ -42,6 +42,10 @@ TEXTS = [
     ("hermes", '{"name": "unknown", "arguments": {}}'),
     ("hermes", '{"name": "weather", "arguments": ' + "[" * 5000),
     ("hermes", "```json\n[1]\n```"),
+    ("hermes", '{"name": "weather", "description": "d", "parameters": {"type": "object"}}'),
+    ("hermes", '{"name": "weather"}'),
+    ("hermes", '<tool_call>{"name": ["weather"], "arguments": {}}</tool_call>'),
+    ("hermes", '{"name": "weather", "arguments": {}, "name": {}}'),
     ("hermes", "``"),
     ("mistral", "[TOOL_CALLS]"),
     ("mistral", "[TOOL_CALLS]weather"),
@@ -97,6 +101,9 @@ def test_text_is_shown_as_soon_as_it_is_certain():
     assert reader.push("```") == ""
     assert reader.push("python\n") == "```python\n"
     assert reader.push('{"name": "x"') == '{"name": "x"'
+    reader = CallReader({"weather"}, form="hermes")
+    assert reader.push('{"name": "Ad') == ""
+    assert reader.push('a", "age"') == '{"name": "Ada", "age"'
 
 
 def test_the_format_is_seen_in_the_template():
@@ -115,6 +122,10 @@ CUT = [
     ("hermes", f"<tool_call>{TIME}</tool_call><tool_call>{WEATHER}", "", [("time", '{"a": 1}'), ("weather", "")]),
     ("hermes", '<tool_call>{"na', '<tool_call>{"na', []),
     ("hermes", f'{WEATHER}{{"city": "Pa', "", [("weather", '{"city": "Pa')]),
+    ("hermes", f'```json\n{WEATHER}{{"city": "Pa', "", [("weather", '{"city": "Pa')]),
+    ("hermes", f"```json\n{TIME}\n``", "", [("time", '{"a": 1}')]),
+    ("hermes", f"{TIME} and", f"{TIME} and", []),
+    ("hermes", '{"name": "weather", "description": "long', '{"name": "weather", "description": "long', []),
     ("hermes", f"<tool_call>{TIME} and", f"<tool_call>{TIME} and", []),
     ("mistral", f'[TOOL_CALLS][{TIME}, {{"name": "weather"', "", [("time", '{"a": 1}'), ("weather", "")]),
     ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": ', "", [("weather", '{"city": ')]),

@@ -28,7 +28,7 @@ def plain_embedding(model: Transformer, reports: list[LayerReport], stored: int)
     if weight is None or 4 * weight.nbytes < stored or any(report.name == "embedding" for report in reports):
         return []
     dtype = str(weight.dtype).removeprefix("torch.")
-    size = f"{weight.nbytes / 1e9:.3f} GB of that"
+    size = f"{weight.nbytes / 1e9:.3f} of the {stored / 1e9:.3f} GB"
     return [f"the embedding stays in {dtype}, {size}; --embedding int8 rounds it too, which transformers does not read"]
 
 

@@ -183,7 +183,7 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
         rows = (work.scored if head else tokens) / work.split
         for module in part.modules:
             if module in looked_up:
-                continue  # as an embedding's rows
+                continue  # its rows are looked up, which is not counted
             weights = list(module.parameters(recurse=False))
             if isinstance(module, Linear):
                 taken = rows * config.experts_per_token / config.experts if module in routed else rows

@@ -14,7 +14,7 @@ from hasten.server.bodies import COMMON_NEUTRAL, Count, Neutral, Prompts, Sampli
 from hasten.server.build_request import Samples, build_request, check_limit, constraint_of, prompts_of, room
 from hasten.server.documentation import ERRORS, STREAMED, Completion
 from hasten.server.errors import ApiError
-from hasten.server.service import Service
+from hasten.server.service import Service, too_long
 from hasten.server.structured import Grammar
 from hasten.text.infill import MARKS, infill_ends, infill_marks, infill_prompt
 
@@ -47,24 +47,32 @@ async def completion_prompts(body: CompletionBody, service: Service) -> list[tup
 
     Then the body's `stop_token_ids` get what ends such a text.
     """
-    if not body.suffix:
+    if not body.suffix or body.prompt == []:
         return await prompts_of(body.prompt, service, param="prompt", add_special_tokens=body.add_special_tokens)
-    if body.echo:
-        raise ApiError("echo cannot be combined with suffix", param="suffix")
+    for name, given in (("echo", body.echo), ("response_format", body.response_format)):
+        if given:
+            raise ApiError(f"{name} cannot be combined with suffix", param="suffix")
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not all(isinstance(text, str) for text in texts):
         raise ApiError("with a suffix the prompt is a text, or several, and no token ids", param="prompt")
-    if infill_marks(service.tokenizer) is None:
+    tokenizer = service.tokenizer
+    if infill_marks(tokenizer) is None:
         raise ApiError(
             f"{service.model_name} cannot fill in between prompt and suffix: its tokenizer has none of "
             f"{', '.join(marks[0] for marks in MARKS)}",
             param="suffix",
         )
-    body.stop_token_ids = [*(body.stop_token_ids or ()), *infill_ends(service.tokenizer)]
+    ends = [id for id in infill_ends(tokenizer) if id < service.vocabulary]
+    body.stop_token_ids = [*(body.stop_token_ids or ()), *ends]
     behind = await service.encode(body.suffix, add_special_tokens=False, param="suffix")
-    before = [await service.encode(str(text), add_special_tokens=False) for text in texts]
-    asked = [infill_prompt(service.tokenizer, own, behind) for own in before]
-    return await prompts_of(asked, service, param="prompt", add_special_tokens=False)
+    if len(behind) > service.max_length:
+        raise too_long(len(behind), service.max_length, param="suffix")
+    prompts = []
+    for text in texts:
+        before = await service.encode(str(text), add_special_tokens=False)
+        asked = infill_prompt(tokenizer, before, behind, begin=body.add_special_tokens is not False)
+        prompts += await prompts_of(asked, service, param="prompt", add_special_tokens=False)
+    return prompts
 
 
 def completion_request(

@@ -200,7 +200,7 @@ def add_ollama(router: APIRouter, service: Service) -> None:
         if (body.raw or body.suffix) and (body.system or body.think):
             name, without = "system" if body.system else "think", "raw" if body.raw else "suffix"
             raise ApiError(f"{name} needs the chat template, which {without} leaves out; give one of them", param=name)
-        await _check_abilities(service, body, tools=False)
+        await _check_abilities(service, body, tools=False, insert=bool(body.suffix))
         with naming_fields(NAMES):
             return await _Answer(service, _asked(body, service), key="response").respond(http)
 
@@ -231,12 +231,13 @@ async def abilities(service: Service) -> list[str]:
     return found
 
 
-async def _check_abilities(service: Service, body: OllamaBody, *, tools: bool) -> None:
-    """Raise ApiError, in Ollama's words, for what the model's chat template cannot do."""
-    if not tools and not body.think:
+async def _check_abilities(service: Service, body: OllamaBody, *, tools: bool, insert: bool = False) -> None:
+    """Raise ApiError, in Ollama's words, for what the model's chat template or tokenizer cannot do."""
+    if not tools and not body.think and not insert:
         return
     known = await abilities(service)
-    for asked, ability, param in ((tools, "tools", "tools"), (body.think, "thinking", "think")):
+    wanted = ((tools, "tools", "tools"), (body.think, "thinking", "think"), (insert, "insert", "suffix"))
+    for asked, ability, param in wanted:
         if asked and ability not in known:
             raise ApiError(f'"{body.model[:200]}" does not support {ability}', param=param)
 

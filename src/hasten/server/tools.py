@@ -30,12 +30,12 @@ MARKERS: dict[Format, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"
 AFTER_CALL: dict[Format | None, str] = {"hermes": "</tool_call>", "llama": ";"}
 # How a template that writes calls in one of these formats begins them, without white space.
 _BEGINS: dict[Format, str] = {"hermes": '<tool_call>{"name":"', "mistral": "[TOOL_CALLS]", "llama": '{"name":"'}
-# How an answer begins, without white space, that is one call of this format without its marker; what is around it.
-_BARE = ('{"name":"', '```json{"name":"', '```{"name":"')
-_FENCES = re.compile(r"\A```(?:json)?\s*|\s*```\Z")
+# How an answer begins, without white space, that is one call without its marker; characters until its name is whole.
+_BARE, _LONGEST_NAME = ('{"name":"', '```json{"name":"', '```{"name":"'), 1000
 _DECODER = json.JSONDecoder()
 # The beginning of a call: its complete name, and its arguments so far.
 _NAME, _ARGUMENTS = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"', r"(?P<arguments>\{.*)"
+_NAMED = re.compile(_NAME)
 _BEGUN = re.compile(rf'{_NAME}(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*{_ARGUMENTS})?', re.DOTALL)
 _BEGUN_MISTRAL = re.compile(rf"(?P<name>[^\[{{\s]+)(?:\[ARGS\])?\s*{_ARGUMENTS}", re.DOTALL)
 
@@ -96,7 +96,7 @@ class CallReader:
         if place < 0 and self._form == "llama" and not self._begun and self._held.lstrip()[:1] in ("{", ""):
             self._holding = bool(self._held.strip())
             return ""
-        if place < 0 and self._form == "hermes" and not self._begun and (bare := _begins_bare(self._held)) is not False:
+        if place < 0 and self._form == "hermes" and not self._begun and (bare := self._begins_bare()) is not False:
             self._holding = bare is True
             return ""
         if place >= 0:
@@ -114,22 +114,56 @@ class CallReader:
         held, self._held = self._held, ""
         if not self._holding:
             return held, []
-        place = max(0, held.find(self._marker)) if self._form == "hermes" else 0
-        text, held = held[:place], held[place:]  # a text that looked like a call without a marker
+        calls, text = self._calls(held, cut=cut), ""
+        if not calls and self._form == "hermes" and (place := held.find(self._marker)) > 0:
+            text, held = held[:place], held[place:]  # a text that looked like a call without a marker
+            calls = self._calls(held, cut=cut)
+        return text + ("" if calls or (cut and self._form is None) else held), calls
+
+    def _begins_bare(self) -> bool | None:
+        """Whether the answer begins as a call without a marker; None: so far it may."""
+        begun = "".join(self._held[:_LONGEST_NAME].split())
+        if not begun.startswith(_BARE):
+            return None if any(one.startswith(begun) for one in _BARE) else False
+        named = _NAMED.match(_unfenced(self._held))
+        if named is None:
+            return None if len(self._held) < _LONGEST_NAME else False
+        return named["name"] in self._names
+
+    def _calls(self, text: str, *, cut: bool) -> list[ParsedCall]:
+        """The calls that a text is made of; none if it is anything else."""
+        bare = self._form == "hermes" and not text.lstrip().startswith(self._marker)
         try:
-            calls = self._read(held)
+            calls = [self._bare(text)] if bare else self._read(text)
         except (ValueError, RecursionError):
             calls = []
         if cut and not calls:
-            calls = self._read_cut(held)
-        return text + ("" if calls or (cut and self._form is None) else held), calls
+            calls = self._bare_cut(text) if bare else self._read_cut(text)
+        return calls
+
+    def _bare(self, text: str) -> ParsedCall:
+        """Parse a call without a marker. Raises ValueError for anything else, such as a function's description."""
+        item = json.loads(_unfenced(text))
+        if not isinstance(item, dict) or item.keys() != {"name", "arguments"}:
+            raise ValueError("no call and nothing else")
+        return self._call(item)
+
+    def _bare_cut(self, text: str) -> list[ParsedCall]:
+        """Parse a call without a marker that was cut off inside its arguments, or behind them."""
+        begun = _BEGUN.match(_unfenced(text))
+        if begun is None or begun["name"] not in self._names or begun["arguments"] is None:
+            return []
+        try:
+            found, end = _DECODER.raw_decode(begun["arguments"])
+        except (ValueError, RecursionError):
+            return [ParsedCall(begun["name"], begun["arguments"])]
+        closing = "".join(begun["arguments"][end:].split())
+        return [self._call({"name": begun["name"], "arguments": found})] if "}```".startswith(closing) else []
 
     def _read(self, text: str) -> list[ParsedCall]:
         """Parse the calls of a complete answer. Raises ValueError if anything else is in it."""
         calls: list[ParsedCall] = []
         rest = text.strip()
-        if self._form == "hermes" and not rest.startswith(self._marker):
-            return [self._call(json.loads(_FENCES.sub("", rest)))]
         while rest:
             if self._form in ("hermes", "mistral") and not rest.startswith(self._marker):
                 raise ValueError("text after a call")
@@ -171,22 +205,20 @@ class CallReader:
         return calls
 
     def _call(self, item: Any) -> ParsedCall:
-        if not isinstance(item, dict) or item.get("name") not in self._names:
+        name = item.get("name") if isinstance(item, dict) else None
+        if not isinstance(name, str) or name not in self._names:
             raise ValueError("no call of a function that was offered")
         arguments = item.get("arguments", item.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are no object")
-        return ParsedCall(item["name"], json.dumps(arguments, ensure_ascii=False))
+        return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _begins_bare(text: str) -> bool | None:
-    """Whether an answer begins as a call without a marker; None: so far it may."""
-    begun = "".join(text.split())
-    if begun.startswith(_BARE):
-        return True
-    return None if any(one.startswith(begun) for one in _BARE) else False
+def _unfenced(text: str) -> str:
+    """A text without the code block around it."""
+    return text.strip().removeprefix("```").removeprefix("json").removesuffix("```").strip()
 
 
 class _WholeCalls:

@@ -23,15 +23,15 @@ def infill_marks(tokenizer: Tokenizer) -> tuple[int, int, int] | None:
     return None
 
 
-def infill_prompt(tokenizer: Tokenizer, before: list[int], behind: list[int]) -> list[int]:
+def infill_prompt(tokenizer: Tokenizer, before: list[int], behind: list[int], *, begin: bool = True) -> list[int]:
     """Token ids that ask for what is missing between two texts, which are given without special tokens.
 
-    Begins with what the tokenizer puts before every text. The tokenizer has `infill_marks`.
+    begin: put before them what the tokenizer puts before every text. It has `infill_marks`.
     """
     marks = infill_marks(tokenizer)
     assert marks is not None
-    begin = [id for id in tokenizer.encode("")[:1] if id == tokenizer.bos_id]
-    return [*begin, marks[0], *before, marks[1], *behind, marks[2]]
+    first = [id for id in tokenizer.encode("")[:1] if begin and id == tokenizer.bos_id]
+    return [*first, marks[0], *before, marks[1], *behind, marks[2]]
 
 
 def infill_ends(tokenizer: Tokenizer) -> list[int]:
